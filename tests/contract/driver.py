@@ -1,0 +1,744 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drive the real `Scheduler` of whichever vLLM release is first on `sys.path`, without running a model.
+
+Everything that differs between releases is hidden here: constructor signatures, spec classes that do not
+exist yet, fields of `ModelRunnerOutput`, attributes that old releases ask of `torch._C._cpu`. The callers see
+`make_scheduler`, and on what it returns `add_request`, `step`, `finish`, `reset_prefix_cache`; and beside it
+`backlog`, `allocated` and `snapshot`.
+
+Deterministic: token ids, accepted draft tokens and connector answers depend on request names and counts alone,
+so the same operations on two schedulers must give the same stream of outputs.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import enum
+import functools
+import importlib
+import inspect
+import json
+import os
+import sys
+import tempfile
+import types
+import zlib
+from collections import Counter, deque
+from pathlib import Path
+from typing import Any
+
+# vLLM's types differ by release and are not installed where this file is type-checked: they are `Any` here.
+BLOCK_SIZE = 16
+MAX_MODEL_LEN = 512
+ASYNC_DEPTH = 1  # batches in flight beside the one being scheduled, as EngineCore's batch queue of two keeps
+
+_CPU_FEATURES = (
+    "_is_avx512_supported",
+    "_is_avx2_supported",
+    "_is_amx_tile_supported",
+    "_is_avx512_bf16_supported",
+    "_is_amx_fp16_supported",
+)
+
+_TINY_MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 2048,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """One kind of model, as its KV-cache groups.
+
+    Attributes:
+        name: What reports call it.
+        specs: Class names in `vllm.v1.kv_cache_interface`, one per KV-cache group.
+        zeroing: Whether vLLM zeroes new blocks for it, so that the ids are needed.
+        connector: Whether external computed blocks can be mixed in.
+    """
+
+    name: str
+    specs: tuple[str, ...]
+    zeroing: bool = False
+    connector: bool = False
+
+
+FAMILIES: dict[str, Family] = {
+    f.name: f
+    for f in (
+        Family("full", ("FullAttentionSpec",), connector=True),
+        Family("mla", ("MLAAttentionSpec",), connector=True),
+        Family("turboquant", ("TQFullAttentionSpec",), connector=True),
+        Family("hidden-state", ("HiddenStateCacheSpec",)),
+        Family("sliding", ("SlidingWindowSpec",), connector=True),
+        Family("chunked-local", ("ChunkedLocalAttentionSpec",)),
+        Family("full+sliding", ("FullAttentionSpec", "SlidingWindowSpec")),
+        Family("full+mamba", ("FullAttentionSpec", "MambaSpec"), zeroing=True),
+    )
+}
+
+
+# -- the release --------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def prepare() -> None:
+    """Make this process able to import the release on `sys.path`; call before anything of vLLM is imported."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_PLUGINS", "")
+    import torch  # noqa: PLC0415  only the release's process has it
+
+    for name in _CPU_FEATURES:
+        if not hasattr(torch._C._cpu, name):
+            setattr(torch._C._cpu, name, lambda: False)
+
+
+def _module(name: str) -> Any:
+    prepare()
+    return importlib.import_module(name)
+
+
+@functools.cache
+def release() -> str:
+    """The version that the sources on `sys.path` carry, e.g. "0.25.1", without a local part."""
+    return str(_module("vllm._version").__version__).split("+", maxsplit=1)[0]
+
+
+@functools.cache
+def families() -> tuple[str, ...]:
+    """Names of the families whose spec classes this release has."""
+    interface = _module("vllm.v1.kv_cache_interface")
+    return tuple(n for n, f in FAMILIES.items() if all(hasattr(interface, s) for s in f.specs))
+
+
+def _fitting(cls: Any, **wanted: Any) -> Any:
+    """An instance of a class with those of the arguments that its constructor takes."""
+    accepted = inspect.signature(cls).parameters
+    return cls(**{k: v for k, v in wanted.items() if k in accepted})
+
+
+def _inspect_without_a_subprocess() -> None:
+    """Answer vLLM's model inspection (10 s, and a process of its own) for the tiny Llama ourselves."""
+    registry = _module("vllm.model_executor.models.registry")
+    texts = {
+        "architecture": "LlamaForCausalLM",
+        "attn_type": "decoder",
+        "default_seq_pooling_type": "LAST",
+        "default_tok_pooling_type": "ALL",
+        "default_pooling_type": "LAST",
+        "score_type": "bi-encoder",
+    }
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(registry._ModelInfo):
+        if field.name in texts:
+            values[field.name] = texts[field.name]
+        elif str(field.type).startswith("tuple"):
+            values[field.name] = ()
+        else:
+            values[field.name] = field.name in {"is_text_generation_model", "supports_pp"}
+    info = registry._ModelInfo(**values)
+    registry._try_inspect_model_cls = lambda *_args, **_kwargs: info
+
+
+@functools.cache
+def _base_config() -> tuple[Any, Any]:
+    """The `VllmConfig` of the tiny model, and a `SpeculativeConfig` to copy from. Seconds, once a process."""
+    _inspect_without_a_subprocess()
+    with tempfile.TemporaryDirectory(prefix="kvfix-tiny-") as folder:
+        Path(folder, "config.json").write_text(json.dumps(_TINY_MODEL), encoding="utf-8")
+        config = _module("vllm.engine.arg_utils").EngineArgs(
+            model=folder,
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            load_format="dummy",
+            dtype="bfloat16",
+            block_size=BLOCK_SIZE,
+            max_model_len=MAX_MODEL_LEN,
+        ).create_engine_config()
+    module = _module("vllm.config")
+    speculative = module.SpeculativeConfig(
+        method="ngram",
+        num_speculative_tokens=2,
+        prompt_lookup_max=2,
+        prompt_lookup_min=1,
+        target_model_config=config.model_config,
+        target_parallel_config=config.parallel_config,
+    )
+    utils = _module("vllm.v1.core.kv_cache_utils")
+    utils.init_none_hash(_module("vllm.utils.hashing").sha256)
+    return config, speculative
+
+
+@functools.cache
+def _structured_output_manager() -> Any:
+    return _module("vllm.v1.structured_output").StructuredOutputManager(_base_config()[0])
+
+
+def _changed(config: Any, **changes: Any) -> Any:
+    """A shallow copy of a configuration object with some attributes replaced; unknown names are an error."""
+    result = copy.copy(config)
+    for name, value in changes.items():
+        if not hasattr(result, name):
+            msg = f"{type(config).__name__} of vLLM {release()} has no {name}"
+            raise AttributeError(msg)
+        object.__setattr__(result, name, value)
+    return result
+
+
+def _spec(name: str, block_size: int, *, mamba_cache_mode: str, spec_tokens: int) -> Any:
+    import torch  # noqa: PLC0415  only the release's process has it
+
+    cls = getattr(_module("vllm.v1.kv_cache_interface"), name)
+    latent = name in {"MLAAttentionSpec", "HiddenStateCacheSpec"}
+    if name == "MambaSpec":
+        return _fitting(
+            cls,
+            block_size=block_size,
+            shapes=((16, 16),),
+            dtypes=(torch.float32,),
+            mamba_cache_mode=mamba_cache_mode,
+            num_speculative_blocks=spec_tokens,
+        )
+    wanted: dict[str, Any] = {
+        "block_size": block_size,
+        "num_kv_heads": 1 if latent else 2,
+        "head_size": 64,
+        "dtype": torch.bfloat16,
+    }
+    if name == "TQFullAttentionSpec":
+        wanted["tq_slot_size"] = 64
+    if name == "SlidingWindowSpec":
+        wanted["sliding_window"] = 3 * block_size
+    if name == "ChunkedLocalAttentionSpec":
+        wanted["attention_chunk_size"] = 3 * block_size
+    return _fitting(cls, **wanted)
+
+
+def kv_cache_config(
+    family: str, *, num_blocks: int, block_size: int, mamba_cache_mode: str = "none", spec_tokens: int = 0
+) -> Any:
+    """A hand-made `KVCacheConfig`: one group per spec of the family, one layer per group, no tensors."""
+    interface = _module("vllm.v1.kv_cache_interface")
+    groups = [
+        interface.KVCacheGroupSpec(
+            [f"model.layers.{i}.attn"],
+            _spec(name, block_size, mamba_cache_mode=mamba_cache_mode, spec_tokens=spec_tokens),
+        )
+        for i, name in enumerate(FAMILIES[family].specs)
+    ]
+    return interface.KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+# -- a scheduler --------------------------------------------------------------------------------------------------
+
+
+def _code(*parts: object) -> int:
+    """A number that depends on the parts alone (`hash()` differs from process to process)."""
+    return zlib.crc32("/".join(map(str, parts)).encode())
+
+
+def prompt_tokens(seed: int, length: int) -> list[int]:
+    """A prompt: two of the same seed share their common length, so prefix caching finds it."""
+    return [3 + _code("prompt", seed, i) % 500 for i in range(length)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What a scheduler is made of.
+
+    Attributes:
+        family: A key of `FAMILIES`.
+        num_blocks: Blocks in the pool (one of them is vLLM's null block).
+        block_size: Tokens per block.
+        prefix_caching: Whether the prefix cache is on.
+        async_scheduling: `AsyncScheduler`, with one more batch in flight, in place of `Scheduler`.
+        chunked_prefill: Whether a prompt may be spread over steps.
+        spec_tokens: Draft tokens per step; 0 is no speculative decoding.
+        spec_method: "ngram" (no lookahead slots) or "eagle" (lookahead slots, and the last hit block dropped).
+        connector: None, "bench" (vLLM's DecodeBenchConnector) or "remote" (loads asynchronously).
+        max_num_seqs: Most running requests.
+        max_num_batched_tokens: Most tokens in a step.
+        block_align_mamba: Mamba's prefix caching, "align" in vLLM's terms, where the family has Mamba.
+        log_stats: Passed on to the scheduler.
+    """
+
+    family: str = "full"
+    num_blocks: int = 64
+    block_size: int = BLOCK_SIZE
+    prefix_caching: bool = True
+    async_scheduling: bool = False
+    chunked_prefill: bool = True
+    spec_tokens: int = 0
+    spec_method: str = "ngram"
+    connector: str | None = None
+    max_num_seqs: int = 16
+    max_num_batched_tokens: int = 256
+    block_align_mamba: bool = False
+    log_stats: bool = False
+
+
+def make_scheduler(
+    family: str = "full", *, scheduler_cls: Any = None, count: bool = False, **options: Any
+) -> Driver:
+    """Make a real scheduler and what drives it.
+
+    Args:
+        family: A key of `FAMILIES`.
+        scheduler_cls: A class in place of `Scheduler` or `AsyncScheduler`.
+        count: Count the blocks that each manager allocates (wraps this scheduler's own block pool).
+        options: See `Options`.
+    """
+    return Driver(Options(family=family, **options), scheduler_cls=scheduler_cls, count=count)
+
+
+def vllm_config(options: Options) -> Any:
+    """The `VllmConfig` that these options ask for."""
+    base, speculative = _base_config()
+    mamba = "MambaSpec" in FAMILIES[options.family].specs
+    scheduler_changes: dict[str, Any] = {}
+    if hasattr(base.scheduler_config, "max_num_scheduled_tokens"):  # from 0.17.0
+        scheduler_changes["max_num_scheduled_tokens"] = options.max_num_batched_tokens
+    cache_changes: dict[str, Any] = {
+        "block_size": options.block_size,
+        "enable_prefix_caching": options.prefix_caching,
+        "num_gpu_blocks": options.num_blocks,
+    }
+    if mamba:
+        cache_changes["mamba_cache_mode"] = "align" if options.block_align_mamba else "none"
+    changes: dict[str, Any] = {
+        "scheduler_config": _changed(
+            base.scheduler_config,
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            enable_chunked_prefill=options.chunked_prefill,
+            async_scheduling=options.async_scheduling,
+            # vLLM's own connector without support for hybrid models says so and stops otherwise (to 0.22).
+            disable_hybrid_kv_cache_manager=options.connector == "bench",
+            **scheduler_changes,
+        ),
+        "cache_config": _changed(base.cache_config, **cache_changes),
+    }
+    if options.spec_tokens:
+        changes["speculative_config"] = _changed(
+            speculative, num_speculative_tokens=options.spec_tokens, method=options.spec_method
+        )
+    if options.connector:
+        changes["kv_transfer_config"] = _connector_config(options.connector)
+    return _changed(base, **changes)
+
+
+class Driver:
+    """One scheduler and the made-up model that answers it.
+
+    Attributes:
+        scheduler: vLLM's own object.
+        options: What it was made of.
+        outputs: Snapshots of every `SchedulerOutput` so far, if `keep` was set.
+    """
+
+    def __init__(self, options: Options, *, scheduler_cls: Any = None, count: bool = False) -> None:
+        self.options = options
+        self.config = vllm_config(options)
+        self.kv_cache_config = kv_cache_config(
+            options.family,
+            num_blocks=options.num_blocks,
+            block_size=options.block_size,
+            mamba_cache_mode="align" if options.block_align_mamba else "none",
+            spec_tokens=options.spec_tokens,
+        )
+        if scheduler_cls is None:
+            scheduler_cls = (
+                _module("vllm.v1.core.sched.async_scheduler").AsyncScheduler
+                if options.async_scheduling
+                else _module("vllm.v1.core.sched.scheduler").Scheduler
+            )
+        self.scheduler: Any = scheduler_cls(
+            vllm_config=self.config,
+            kv_cache_config=self.kv_cache_config,
+            structured_output_manager=_structured_output_manager(),
+            block_size=options.block_size,
+            log_stats=options.log_stats,
+        )
+        self._hasher = _module("vllm.v1.core.kv_cache_utils").get_request_block_hasher(
+            options.block_size, _module("vllm.utils.hashing").sha256
+        )
+        self._in_flight: deque[tuple[Any, dict[str, bool]]] = deque()
+        self._remote: list[str] = []
+        self._added = 0
+        self._sampled: Counter[str] = Counter()
+        self.requests: dict[str, Any] = {}
+        self.counts: Counter[int] | None = count_allocations(self) if count else None
+
+    # -- operations ----------------------------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        name: str,
+        *,
+        prompt_seed: int = 0,
+        prompt_length: int = 40,
+        max_tokens: int = 8,
+        external: int = 0,
+        priority: int = 0,
+    ) -> Any:
+        """Queue a request.
+
+        Args:
+            name: Its id.
+            prompt_seed: Prompts of one seed share their prefix.
+            prompt_length: Tokens.
+            max_tokens: Tokens to generate.
+            external: Leading tokens that the "remote" connector says it holds.
+            priority: Passed on.
+        """
+        params = _module("vllm.sampling_params").SamplingParams(
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            temperature=0.0,
+            extra_args={"kv_transfer_params": {"external": external}} if external else None,
+        )
+        self._added += 1
+        request = _fitting(
+            _module("vllm.v1.request").Request,
+            request_id=name,
+            prompt_token_ids=prompt_tokens(prompt_seed, prompt_length),
+            sampling_params=params,
+            pooling_params=None,
+            eos_token_id=None,
+            arrival_time=float(self._added),
+            priority=priority,
+            block_hasher=self._hasher,
+        )
+        self.scheduler.add_request(request)
+        self.requests[name] = request
+        return request
+
+    def schedule(self) -> Any:
+        """Schedule one step and put it in flight; returns the `SchedulerOutput`."""
+        output = self.scheduler.schedule()
+        self._in_flight.append((output, self._sampling(output)))
+        return output
+
+    def update(self) -> None:
+        """Answer the oldest step in flight as a model runner would; nothing in flight is no error."""
+        if not self._in_flight:
+            return
+        output, sampling = self._in_flight.popleft()
+        self.scheduler.update_from_output(output, self._runner_output(output, sampling))
+        if self.options.spec_tokens and not self.options.async_scheduling:
+            self._draft(sampling)
+
+    def step(self) -> Any:
+        """One turn of the engine's loop; returns the `SchedulerOutput`, as it was after `schedule()`."""
+        output = self.schedule()
+        depth = ASYNC_DEPTH if self.options.async_scheduling else 0
+        while len(self._in_flight) > depth:
+            self.update()
+        return output
+
+    def drain(self) -> None:
+        """Answer everything in flight."""
+        while self._in_flight:
+            self.update()
+
+    def run(self, most: int = 1000) -> int:
+        """Step until no request is left, at most so many times; returns the number of steps."""
+        for done in range(most):
+            if not self.scheduler.has_unfinished_requests():
+                self.drain()
+                return done
+            self.step()
+        return most
+
+    def finish(self, *names: str) -> None:
+        """Abort requests, known or not, as a client's disconnect does."""
+        status = _module("vllm.v1.request").RequestStatus.FINISHED_ABORTED
+        self.scheduler.finish_requests(list(names), status)
+
+    abort = finish
+
+    def reset_prefix_cache(self, *, running: bool = False) -> bool:
+        """Reset the prefix cache, of running requests too if asked; returns what vLLM returns."""
+        return bool(self.scheduler.reset_prefix_cache(reset_running_requests=running))
+
+    def state(self, name: str) -> str | None:
+        """A request's status ("WAITING", "RUNNING", "PREEMPTED", ...), or None once the scheduler forgot it."""
+        request = self.scheduler.requests.get(name)
+        return None if request is None else str(request.status.name)
+
+    @property
+    def managers(self) -> tuple[Any, ...]:
+        """The single-type managers of this scheduler, one per KV-cache group."""
+        return tuple(self.scheduler.kv_cache_manager.coordinator.single_type_managers)
+
+    # -- the made-up model ---------------------------------------------------------------------------------------
+
+    def _sampling(self, output: Any) -> dict[str, bool]:
+        """For each request of a step, whether the model would sample for it: all known tokens are computed then."""
+        result = {}
+        for name in output.num_scheduled_tokens:
+            request = self.scheduler.requests[name]
+            result[name] = request.num_computed_tokens >= request.num_tokens
+        return result
+
+    def _tokens(self, name: str, drafts: int) -> list[int]:
+        self._sampled[name] += 1
+        turn = self._sampled[name]
+        accepted = _code("accepted", name, turn) % (drafts + 1)
+        return [3 + _code("token", name, turn, i) % 500 for i in range(accepted + 1)]
+
+    def _runner_output(self, output: Any, sampling: dict[str, bool]) -> Any:
+        names = list(sampling)
+        drafts = output.scheduled_spec_decode_tokens
+        sampled = [
+            self._tokens(n, len(drafts.get(n, ()))) if sampling[n] else [] for n in names
+        ]
+        connector_output = None
+        if self.options.connector == "remote":
+            arrived, self._remote = self._remote, self._waiting_for_remote()
+            arrived = [n for n in arrived if n in self.scheduler.requests]
+            connector_output = _fitting(
+                _module("vllm.v1.outputs").KVConnectorOutput, finished_recving=set(arrived)
+            )
+        return _fitting(
+            _module("vllm.v1.outputs").ModelRunnerOutput,
+            req_ids=names,
+            req_id_to_index={n: i for i, n in enumerate(names)},
+            sampled_token_ids=sampled,
+            logprobs=None,
+            prompt_logprobs_dict={},
+            pooler_output=None,
+            kv_connector_output=connector_output,
+        )
+
+    def _waiting_for_remote(self) -> list[str]:
+        """Requests whose blocks a remote load is filling and that nobody has yet reported as arrived."""
+        finished = self.scheduler.finished_recving_kv_req_ids
+        return [
+            n
+            for n, r in self.scheduler.requests.items()
+            if r.status.name == "WAITING_FOR_REMOTE_KVS" and n not in finished and n not in self._remote
+        ]
+
+    def _draft(self, sampling: dict[str, bool]) -> None:
+        names = [n for n, s in sampling.items() if s and n in self.scheduler.requests]
+        tokens = [
+            [3 + _code("draft", n, self._sampled[n], i) % 500 for i in range(self.options.spec_tokens)]
+            for n in names
+        ]
+        self.scheduler.update_draft_token_ids(
+            _module("vllm.v1.outputs").DraftTokenIds(req_ids=names, draft_token_ids=tokens)
+        )
+
+
+# -- connectors ---------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _remote_connector() -> Any:
+    """A connector class that holds the tokens that a request names and loads them asynchronously."""
+    base = _module("vllm.distributed.kv_transfer.kv_connector.v1.base")
+
+    @dataclasses.dataclass
+    class RemoteMetadata(base.KVConnectorMetadata):  # type: ignore[misc, name-defined]  # vLLM is Any here
+        loads: list[tuple[str, tuple[tuple[int, ...], ...], int]]
+
+    class RemoteConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[misc, name-defined]  # as above
+        def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
+            super().__init__(vllm_config, role, kv_cache_config)
+            self._asked: set[str] = set()
+            self._loads: list[tuple[str, tuple[tuple[int, ...], ...], int]] = []
+
+        def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+            wanted = (request.kv_transfer_params or {}).get("external", 0)
+            if request.request_id in self._asked:
+                return 0, False
+            found = min(wanted, request.num_tokens - 1) - num_computed_tokens
+            if found <= 0:
+                return 0, False
+            return found, _code("async", request.request_id) % 3 > 0
+
+        def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+            if num_external_tokens:
+                self._asked.add(request.request_id)
+                ids = tuple(tuple(group) for group in blocks.get_block_ids())
+                self._loads.append((request.request_id, ids, num_external_tokens))
+
+        def build_connector_meta(self, scheduler_output: Any) -> Any:
+            del scheduler_output
+            loads, self._loads = self._loads, []
+            return RemoteMetadata(loads)
+
+        def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, None]:
+            del request, block_ids
+            return False, None
+
+        def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:
+            del request, block_ids
+            return False, None
+
+        def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None: ...
+
+        def wait_for_layer_load(self, layer_name: str) -> None: ...
+
+        def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None: ...
+
+        def wait_for_save(self) -> None: ...
+
+    return RemoteConnector
+
+
+@functools.cache
+def _connector_config(kind: str) -> Any:
+    factory = _module("vllm.distributed.kv_transfer.kv_connector.factory").KVConnectorFactory
+    name = "DecodeBenchConnector"
+    if kind == "remote":
+        name = "KvfixRemoteConnector"
+        module = types.ModuleType("kvfix_remote_connector")
+        module.KvfixRemoteConnector = _remote_connector()  # type: ignore[attr-defined]  # made for the factory
+        sys.modules[module.__name__] = module
+        if name not in factory._registry:
+            factory.register_connector(name, module.__name__, name)
+    return _module("vllm.config").KVTransferConfig(
+        kv_connector=name, kv_role="kv_both", engine_id="contract"
+    )
+
+
+# -- measuring ----------------------------------------------------------------------------------------------------
+
+
+def backlog(scheduler: Any) -> tuple[int, ...]:
+    """Per single-type manager, the ids that wait in `new_block_ids`; 0 on releases that have no such list."""
+    if isinstance(scheduler, Driver):
+        scheduler = scheduler.scheduler
+    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+    return tuple(len(m.new_block_ids) if hasattr(m, "new_block_ids") else 0 for m in managers)
+
+
+def count_allocations(driver: Driver) -> Counter[int]:
+    """Count, from now on, the blocks that each manager (by its index) takes from this scheduler's pool.
+
+    Independent of what is being tested: the pool is wrapped, and the caller's frame says which manager asks.
+    """
+    managers = driver.managers
+    pool = driver.scheduler.kv_cache_manager.block_pool
+    original = pool.get_new_blocks
+    counts: Counter[int] = Counter()
+
+    def get_new_blocks(*args: Any, **kwargs: Any) -> Any:
+        blocks = original(*args, **kwargs)
+        asker = sys._getframe(1).f_locals.get("self")
+        index = next((i for i, m in enumerate(managers) if m is asker), -1)
+        counts[index] += len(blocks)
+        return blocks
+
+    pool.get_new_blocks = get_new_blocks
+    return counts
+
+
+def allocated(driver: Driver) -> tuple[int, ...]:
+    """Blocks allocated so far per manager; the driver was made with `count=True`.
+
+    Raises:
+        AssertionError: Nobody counted, or somebody who is no manager of this scheduler took blocks.
+    """
+    if driver.counts is None:
+        msg = "make_scheduler(count=True) was not asked for"
+        raise AssertionError(msg)
+    if driver.counts[-1]:
+        msg = f"{driver.counts[-1]} blocks were taken by no known manager"
+        raise AssertionError(msg)
+    return tuple(driver.counts[i] for i in range(len(driver.managers)))
+
+
+# -- comparing ----------------------------------------------------------------------------------------------------
+
+_PLAIN = (int, float, str, bytes, bool, type(None))
+
+
+def snapshot(value: Any) -> Any:
+    """A plain structure with every field of a `SchedulerOutput`, recursively; equal if and only if they are equal.
+
+    Order is kept where Python keeps one (lists, tuples, dicts); sets are sorted. Types are part of it.
+
+    Raises:
+        TypeError: An object whose state cannot be seen: nothing is skipped silently.
+    """
+    return _snapshot(value, ())
+
+
+def _snapshot(value: Any, path: tuple[int, ...]) -> Any:
+    if isinstance(value, _PLAIN) and not isinstance(value, enum.Enum):
+        return value
+    if id(value) in path:
+        return ("cycle", len(path) - path.index(id(value)))
+    path = (*path, id(value))
+    kind = type(value).__name__
+    if isinstance(value, enum.Enum):
+        return (kind, value.name)
+    if isinstance(value, dict):
+        return (kind, [(_snapshot(k, path), _snapshot(v, path)) for k, v in value.items()])
+    if isinstance(value, (list, tuple, deque)):
+        return (kind, [_snapshot(v, path) for v in value])
+    if isinstance(value, (set, frozenset)):
+        return (kind, sorted((_snapshot(v, path) for v in value), key=repr))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        state = [(f.name, _snapshot(getattr(value, f.name), path)) for f in dataclasses.fields(value)]
+        names = {f.name for f in dataclasses.fields(value)}
+        extra = {k: v for k, v in getattr(value, "__dict__", {}).items() if k not in names}
+        return (kind, state, _snapshot(extra, path))
+    return (kind, _opaque(value, path))
+
+
+def _opaque(value: Any, path: tuple[int, ...]) -> Any:
+    if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType)):
+        return f"{value.__module__}.{value.__qualname__}"
+    if hasattr(value, "tolist"):  # numpy arrays and tensors
+        return (str(value.dtype), tuple(value.shape), value.tolist())
+    if hasattr(value, "__struct_fields__"):  # msgspec
+        return [(n, _snapshot(getattr(value, n), path)) for n in value.__struct_fields__]
+    slots = [
+        s for c in type(value).__mro__ for s in _as_tuple(c.__dict__.get("__slots__", ())) if hasattr(value, s)
+    ]
+    state = {**{s: getattr(value, s) for s in slots if s != "__dict__"}, **getattr(value, "__dict__", {})}
+    if not state and not hasattr(value, "__dict__"):
+        msg = f"cannot see the state of a {type(value).__module__}.{type(value).__qualname__}"
+        raise TypeError(msg)
+    return _snapshot(state, path)
+
+
+def _as_tuple(slots: Any) -> tuple[str, ...]:
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def differences(left: Any, right: Any, where: str = "output") -> list[str]:
+    """The places where two snapshots differ, as readable lines."""
+    if left == right and type(left) is type(right):
+        return []
+    if (
+        isinstance(left, (list, tuple))
+        and isinstance(right, (list, tuple))
+        and len(left) == len(right)
+        and len(left) > 0
+    ):
+        found = []
+        for i, (one, two) in enumerate(zip(left, right, strict=True)):
+            label = one[0] if isinstance(one, tuple) and one and isinstance(one[0], str) else i
+            found += differences(one, two, f"{where}.{label}")
+        return found
+    return [f"{where}: {left!r:.300} != {right!r:.300}"]

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Back-port of vLLM PR #44490: KV-cache block ids are kept only where somebody zeroes the blocks.
+
+*What goes wrong, and how does a user see it?* Since PR #35219 each ``SingleTypeKVCacheManager`` appends the id of every
+block it allocates to ``new_block_ids``, for the workers to zero. Only models with Mamba layers zero blocks, and only
+for them does ``Scheduler.schedule`` drain the list. For all others it grows by 8 bytes a block until the process ends:
+host memory creeps up for days. ``gc.freeze()`` hides the list from heap tools.
+
+*Why patch rather than upgrade?* Drivers, validated model quality and vendor builds pin releases.
+
+*Which upstream change, and how does this differ?* PR #44490, first released in 0.26.0, in four parts: the managers take
+``needs_kv_cache_zeroing`` and derive ``_record_new_block_ids``; recording asks it; the coordinator hands the flag on;
+``schedule`` drains each step. Here the gate is the list itself: a manager that must not record holds a list that keeps
+nothing, so the recording lines stay upstream's own and cost less than before. Managers also learn the flag from
+``KVCacheManager.__init__``, for coordinators from outside vLLM that skip the base class; and a manager whom nobody
+told anything still records beside a Mamba manager of the same block pool.
+
+*What is replaced, and why not less?* Three constructors, ``take_new_block_ids`` (stock, it swaps in a plain list, and
+one stray call would bring the leak back) and ``Scheduler.schedule`` (reaches engines that were built before us).
+No body of upstream's is copied.
+
+*How do we notice that it is obsolete?* tests/contract fails with "delete me" once no supported release is affected.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, WeakSet
+
+from vllm_kvfix import faults, upstream
+from vllm_kvfix.backports.backport import Backport, Site
+from vllm_kvfix.patching import class_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from types import ModuleType
+    from typing import SupportsIndex
+
+    from vllm_kvfix.upstream import Sources
+
+# Ids given back a step where a list had already grown: some 0.2 ms of work; 50 million at once took half a second.
+RELEASED_PER_STEP = 65_536
+
+
+class DiscardedBlockIds(list[int]):
+    """The ``new_block_ids`` of a manager that must not record: always empty, whatever is added."""
+
+    __slots__ = ()
+
+    def append(self, _: int, /) -> None:
+        """Keep nothing."""
+
+    def extend(self, _: Iterable[int], /) -> None:
+        """Keep nothing, and do not run the generator."""
+
+    def insert(self, _: SupportsIndex, __: int, /) -> None:
+        """Keep nothing."""
+
+    def __iadd__(self, _: Iterable[int]) -> DiscardedBlockIds:  # type: ignore[override,misc]  # noqa: PYI034  # Self is 3.11
+        """Keep nothing."""
+        return self
+
+
+class Gate:
+    """Decides which managers record, and holds what is left of lists that had grown before it came."""
+
+    def __init__(self, announce: Callable[[], None]) -> None:
+        """``announce`` is called once, when the gate is first in force: a manager is made, or a grown list is cut."""
+        self._announce: Callable[[], None] | None = announce
+        self._leftovers: list[list[int]] = []
+        self._pool_managers: WeakKeyDictionary[Any, WeakSet[Any]] = WeakKeyDictionary()
+        self.recorded_types: tuple[type, ...] = ()
+        self.mamba_type: type = type(None)
+
+    def set(self, manager: Any, *, needs_zeroing: bool) -> None:
+        """Tell ``manager`` whether the workers zero its new blocks, as upstream's ``__init__`` does from 0.26.0 on."""
+        records = needs_zeroing and type(manager.kv_cache_spec) in self.recorded_types
+        ids = manager.new_block_ids
+        if records and type(ids) is DiscardedBlockIds:
+            manager.new_block_ids = []
+        elif not records and type(ids) is not DiscardedBlockIds:
+            manager.new_block_ids = DiscardedBlockIds()
+            if type(ids) is list and ids:
+                self._leftovers.append(ids)
+        manager._record_new_block_ids = records  # noqa: SLF001  # the attribute that the pull request adds
+        if self._announce is not None:
+            announce, self._announce = self._announce, None
+            announce()
+
+    def set_untold(self, manager: Any) -> None:
+        """Have ``manager`` record only beside a Mamba manager of its block pool; whoever knows the flag sets it later.
+
+        A pool's groups are made one after another, so a Mamba manager opens the gate of those made before it.
+        """
+        siblings = self._pool_managers.setdefault(manager.block_pool, WeakSet())
+        siblings.add(manager)
+        if any(isinstance(sibling.kv_cache_spec, self.mamba_type) for sibling in siblings):
+            for sibling in siblings:
+                self.set(sibling, needs_zeroing=True)
+        else:
+            self.set(manager, needs_zeroing=False)
+
+    def set_all(self, cache_config: Any, coordinator: Any) -> None:
+        """Hand the flag of a ``KVCacheConfig`` to every manager of a coordinator."""
+        needs_zeroing = upstream.zeroing_needed(cache_config)
+        for manager in upstream.managers(coordinator):
+            self.set(manager, needs_zeroing=needs_zeroing)
+
+    def open(self, cache_manager: Any) -> None:
+        """Have managers record whose scheduler says that blocks are zeroed, should its cache's config say otherwise."""
+        for manager in upstream.managers(upstream.coordinator(cache_manager)):
+            if type(manager.new_block_ids) is DiscardedBlockIds and type(manager.kv_cache_spec) in self.recorded_types:
+                self.set(manager, needs_zeroing=True)
+
+    def drain(self, cache_manager: Any) -> None:
+        """Empty every list of a scheduler that zeroes nothing; whoever had one to empty gets its gate closed.
+
+        What piled up before we came is given back in slices, ``RELEASED_PER_STEP`` ids a call.
+        """
+        try:
+            managers = upstream.managers(upstream.coordinator(cache_manager))
+        except (
+            AttributeError
+        ):  # one from outside vLLM without these parts: the call that upstream makes is all there is
+            cache_manager.take_new_block_ids()
+            return
+        for manager in managers:
+            if manager.new_block_ids:
+                self.set(manager, needs_zeroing=False)
+        if self._leftovers:
+            ids = self._leftovers[-1]
+            del ids[-RELEASED_PER_STEP:]
+            if not ids:
+                self._leftovers.pop()
+
+    @property
+    def leftover(self) -> int:
+        """Ids that piled up before the gate came and are not given back yet."""
+        return sum(map(len, self._leftovers))
+
+
+def _manager_init(
+    gate: Gate, spec_names: tuple[str, ...], module: ModuleType, original: Callable[..., Any]
+) -> Callable[..., Any]:
+    gate.recorded_types = tuple(class_of(module, name) for name in spec_names)
+    gate.mamba_type = class_of(module, upstream.MAMBA_SPEC_CLASS)
+
+    def __init__(self: Any, *args: Any, needs_kv_cache_zeroing: bool = False, **kwargs: Any) -> None:  # noqa: N807
+        original(self, *args, **kwargs)
+        try:
+            if needs_kv_cache_zeroing:
+                gate.set(self, needs_zeroing=True)
+            else:
+                gate.set_untold(self)
+        except Exception as error:  # noqa: BLE001  # nothing of ours may reach vLLM
+            faults.note("SingleTypeKVCacheManager.__init__", error)
+
+    signature = inspect.signature(original)
+    flag = inspect.Parameter(upstream.FLAG, inspect.Parameter.KEYWORD_ONLY, default=False, annotation="bool")
+    __init__.__signature__ = signature.replace(  # type: ignore[attr-defined]  # PEP 362
+        parameters=[*signature.parameters.values(), flag]
+    )
+    return __init__
+
+
+def _take_new_block_ids(_: ModuleType, original: Callable[..., Any]) -> Callable[..., Any]:
+    def take_new_block_ids(self: Any) -> list[int]:
+        if type(self.new_block_ids) is DiscardedBlockIds:
+            return []
+        return original(self)  # type: ignore[no-any-return]  # vLLM's function
+
+    return take_new_block_ids
+
+
+def _coordinator_init(gate: Gate, _: ModuleType, original: Callable[..., Any]) -> Callable[..., Any]:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        original(self, *args, **kwargs)
+        try:
+            gate.set_all(upstream.cache_config(args, kwargs), self)
+        except Exception as error:  # noqa: BLE001  # nothing of ours may reach vLLM
+            faults.note("KVCacheCoordinator.__init__", error)
+
+    return __init__
+
+
+def _cache_manager_init(gate: Gate, _: ModuleType, original: Callable[..., Any]) -> Callable[..., Any]:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        original(self, *args, **kwargs)
+        try:
+            gate.set_all(upstream.cache_config(args, kwargs), upstream.coordinator(self))
+        except Exception as error:  # noqa: BLE001  # nothing of ours may reach vLLM
+            faults.note("KVCacheManager.__init__", error)
+
+    return __init__
+
+
+def _schedule(gate: Gate, _: ModuleType, original: Callable[..., Any]) -> Callable[..., Any]:
+    def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
+        needs_zeroing = self.needs_kv_cache_zeroing
+        if needs_zeroing:
+            try:
+                gate.open(self.kv_cache_manager)
+            except Exception as error:  # noqa: BLE001  # nothing of ours may reach vLLM
+                faults.note("Scheduler.schedule", error)
+            return original(self, *args, **kwargs)
+        output = original(self, *args, **kwargs)
+        try:
+            gate.drain(self.kv_cache_manager)
+        except Exception as error:  # noqa: BLE001  # nothing of ours may reach vLLM
+            faults.note("Scheduler.schedule", error)
+        return output
+
+    return schedule
+
+
+def _sites(sources: Sources, announce: Callable[[], None]) -> tuple[Site, ...]:
+    gate = Gate(announce)
+    manager_init = partial(_manager_init, gate, upstream.recorded_specs(sources))
+    return (
+        Site(upstream.MANAGERS_MODULE, upstream.MANAGER_CLASS, "__init__", manager_init),
+        Site(upstream.MANAGERS_MODULE, upstream.MANAGER_CLASS, "take_new_block_ids", _take_new_block_ids),
+        Site(upstream.COORDINATOR_MODULE, "KVCacheCoordinator", "__init__", partial(_coordinator_init, gate)),
+        Site(upstream.CACHE_MANAGER_MODULE, "KVCacheManager", "__init__", partial(_cache_manager_init, gate)),
+        Site(upstream.SCHEDULER_MODULE, "Scheduler", "schedule", partial(_schedule, gate)),
+    )
+
+
+BACKPORT = Backport(
+    name="kv-cache-zeroing-gate",
+    pull_request=upstream.PULL_REQUEST,
+    issue=upstream.ISSUE,
+    why="host memory of the engine core grows with every KV-cache block allocated, until it is OOM-killed",
+    affected=upstream.AFFECTED,
+    first_fixed=upstream.FIRST_FIXED,
+    targets=upstream.TARGETS,
+    missing_features=upstream.missing_features,
+    sites=_sites,
+)

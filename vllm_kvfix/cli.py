@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command ``vllm-kvfix``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from typing import TYPE_CHECKING, TextIO
+
+from vllm_kvfix import __version__, environment, status, upstream
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+_STATUS_EPILOG = """\
+exit codes:
+  0  protected, or not affected
+  1  affected and not protected
+  2  cannot tell (no vLLM there, an unknown source, an interpreter that does not run)
+
+examples:
+  vllm-kvfix status                                   the environment of this command
+  vllm-kvfix status --python /opt/venv/bin/python     another one
+  VLLM_PLUGINS=lora_resolver vllm-kvfix status        as under that variable
+  vllm-kvfix status --json | jq .exit_code
+"""
+
+_COLOURS = {
+    status.PROTECTED_OR_UNAFFECTED: "32",
+    status.AFFECTED_AND_UNPROTECTED: "31",
+    status.CANNOT_TELL: "33",
+}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="vllm-kvfix",
+        description="Fixes the host-memory leak of vLLM 0.17.1 to 0.25.1 without an upgrade. Once installed beside "
+        "vLLM, the fix applies itself at the next start; this command tells whether it would.",
+        epilog="`vllm-kvfix COMMAND --help` says more.",
+    )
+    parser.add_argument("--version", action="version", version=f"vllm-kvfix {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    status_parser = commands.add_parser(
+        "status",
+        help="say whether a vLLM started from an environment is affected and protected",
+        description="Looks at an environment without importing vLLM or torch: which vLLM is there, whether it leaks "
+        "host memory and for which models, whether the plugin would load and apply, and what to do next.",
+        epilog=_STATUS_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    status_parser.add_argument("--json", action="store_true", help="print one JSON object")
+    status_parser.add_argument("--python", metavar="PATH", help="look at the environment of this interpreter")
+    demo_parser = commands.add_parser(
+        "demo",
+        help="show the leak and the fix on a real engine with a tiny model (CPU, minutes)",
+        add_help=False,
+    )
+    demo_parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    return parser
+
+
+def _print_status(found: status.Status, out: TextIO, *, colour: bool) -> None:
+    first = status.verdict(found)
+    out.write(f"\x1b[{_COLOURS[found.exit_code]}m{first}\x1b[0m\n" if colour else f"{first}\n")
+    rows = status.lines(found)
+    width = max(len(label) for label, _ in rows)
+    out.writelines(f"  {label:<{width}}  {value}\n" for label, value in rows)
+
+
+def _status(arguments: argparse.Namespace, environ: Mapping[str, str], out: TextIO) -> int:
+    if arguments.python:
+        try:
+            there = environment.describe_other(arguments.python, upstream.PACKAGE, upstream.PLUGIN_GROUP)
+        except environment.UnusableInterpreterError as error:
+            if arguments.json:
+                out.write(json.dumps({"error": str(error), "exit_code": status.CANNOT_TELL}) + "\n")
+            else:
+                sys.stderr.write(f"vllm-kvfix status: {error}\n  Give --python the interpreter that runs vLLM.\n")
+            return status.CANNOT_TELL
+    else:
+        there = environment.describe(upstream.PACKAGE, upstream.PLUGIN_GROUP)
+    found = status.collect(there, environ)
+    if arguments.json:
+        out.write(json.dumps(found.as_json(), indent=2) + "\n")
+    else:
+        _print_status(found, out, colour=out.isatty() and not environ.get("NO_COLOR"))
+    return found.exit_code
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] == ["demo"]:
+        from vllm_kvfix.demo.run import main as demo  # noqa: PLC0415  # status must stay fast
+
+        return demo(argv[1:])
+    arguments = _parser().parse_args(argv)
+    return _status(arguments, os.environ, sys.stdout)

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``vllm.general_plugins`` entry point: decides, applies, says one line in the engine core; can never raise.
+
+vLLM calls it in every process it starts, before the schedulers are made, and does not guard the call. So it does next
+to nothing there: it waits for the modules that hold the scheduler, which only an engine core imports, and decides then.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm_kvfix import __version__, faults, guard, import_hook, patching, upstream
+from vllm_kvfix.backports import BACKPORTS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from types import ModuleType
+
+    from vllm_kvfix.backports import Backport, Site
+
+logger = logging.getLogger(upstream.LOGGER_NAME)
+
+# Its import brings the modules of the other sites with it, except the scheduler's, which imports this one.
+_FIRST_MODULE = upstream.CACHE_MANAGER_MODULE
+
+
+@dataclass(frozen=True)
+class Report:
+    """What has become of one back-port in this process."""
+
+    backport: Backport
+    decision: guard.Decision | None
+    """None until vLLM's scheduler has been imported."""
+    replaced: tuple[str, ...]
+    """The methods that are replaced now."""
+
+
+class _Application:
+    """One back-port in this process: waiting, then applied or refused as a whole."""
+
+    def __init__(self, backport: Backport, mode: guard.Mode | None) -> None:
+        self.backport = backport
+        self.mode = mode
+        self.decision: guard.Decision | None = None
+        self.version: str | None = None
+        self.replacements: list[patching.Replacement] = []
+        self._sites: tuple[Site, ...] = ()
+
+    def wait(self) -> None:
+        import_hook.when_imported(_FIRST_MODULE, self._first_module_arrived)
+
+    def _first_module_arrived(self, module: ModuleType) -> None:
+        try:
+            self._decide(module)
+            self._arrived(module)
+            for name in dict.fromkeys(site.module for site in self._sites):
+                if name != module.__name__:
+                    import_hook.when_imported(name, self._arrived)
+        except Exception as error:  # noqa: BLE001  # this runs inside an import of vLLM's
+            self._fail(error)
+
+    def _decide(self, module: ModuleType) -> None:
+        installation = upstream.locate()
+        sources = upstream.Sources(installation.root) if installation else None
+        self.version = installation.version if installation else None
+        self.decision = guard.decide(self.backport, installation, sources, self.mode)
+        if self.decision.state is guard.State.APPLY and sources is not None:
+            expected, found = sources.path(_FIRST_MODULE), module.__file__
+            if found is None or not expected.samefile(Path(found)):
+                self.decision = guard.Decision(
+                    guard.State.REFUSED,
+                    self.decision.affected,
+                    f"{_FIRST_MODULE} was loaded from {found}, not from {expected}",
+                    "remove the package that replaces vLLM's modules, or report it",
+                )
+            else:
+                self._sites = self.backport.sites(sources, self._announce)
+        if self.decision.state is guard.State.REFUSED:
+            self._warn()
+
+    def _arrived(self, module: ModuleType) -> None:
+        try:
+            for site in self._sites:
+                if site.module == module.__name__:
+                    self._replace(module, site)
+        except Exception as error:  # noqa: BLE001  # this runs inside an import of vLLM's
+            self._fail(error)
+
+    def _replace(self, module: ModuleType, site: Site) -> None:
+        done = patching.replace(
+            module, site.class_name, site.name, self.backport.name, lambda original: site.make(module, original)
+        )
+        if done is not None:
+            self.replacements.append(done)
+
+    def _fail(self, error: Exception) -> None:
+        """All or nothing: a part that cannot be replaced takes back those that were."""
+        self.restore()
+        self.decision = guard.Decision(
+            guard.State.REFUSED, None, f"{type(error).__name__}: {error}", "report it; vLLM runs as it would without us"
+        )
+        self._warn()
+
+    def restore(self) -> tuple[str, ...]:
+        """Give the originals back, last replaced first; returns the names of those that somebody replaced since."""
+        import_hook.forget([_FIRST_MODULE, *(site.module for site in self._sites)])
+        self._sites = ()
+        self.replacements = [r for r in reversed(self.replacements) if not patching.restore(r)]
+        return tuple(map(str, self.replacements))
+
+    def _announce(self) -> None:
+        logger.info(
+            "vllm-kvfix %s: the host-memory leak of vLLM %s is fixed in this engine core (back-port of %s, %s). "
+            "Check any time with: vllm-kvfix status",
+            __version__,
+            self.version,
+            self.backport.pull_request,
+            self.decision.reason if self.decision else "",
+        )
+
+    def _warn(self) -> None:
+        if self.decision is not None:
+            logger.warning(
+                "vllm-kvfix %s: NOT applied to vLLM %s, so %s. Reason: %s. Next step: %s.",
+                __version__,
+                self.version or "of unknown version",
+                self.backport.why,
+                self.decision.reason,
+                self.decision.next_step,
+            )
+
+
+_applications: list[_Application] = []
+_lock = threading.Lock()
+
+
+def register(environ: Mapping[str, str] | None = None) -> None:
+    """Have every back-port applied as soon as vLLM's scheduler is imported; safe to call any number of times.
+
+    Imports nothing of vLLM and raises nothing. ``environ`` stands in for ``os.environ``.
+    """
+    try:
+        with _lock:
+            if _applications:
+                return
+            mode = guard.parse_mode((os.environ if environ is None else environ).get(guard.MODE_VARIABLE))
+            if mode is guard.Mode.OFF:
+                return
+            _applications.extend(_Application(backport, mode) for backport in BACKPORTS)
+            for application in _applications:
+                application.wait()
+    except Exception as error:  # noqa: BLE001  # vLLM does not guard this call
+        faults.note("register", error)
+
+
+def restore() -> tuple[str, ...]:
+    """Give vLLM every method back, the identical objects.
+
+    Returns:
+        Names of methods that stay replaced because another plugin wrapped ours since: taking ours away would take
+        theirs away too.
+    """
+    with _lock:
+        left = tuple(name for application in _applications for name in application.restore())
+        _applications.clear()
+        return left
+
+
+def report() -> tuple[Report, ...]:
+    """The state of each back-port in this process; empty where ``register`` has not run or was told to be off."""
+    return tuple(Report(a.backport, a.decision, tuple(map(str, a.replacements))) for a in _applications)
