@@ -25,6 +25,7 @@ import tempfile
 import types
 import zlib
 from collections import Counter, deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,7 @@ FAMILIES: dict[str, Family] = {
         Family("sliding", ("SlidingWindowSpec",), connector=True),
         Family("chunked-local", ("ChunkedLocalAttentionSpec",)),
         Family("full+sliding", ("FullAttentionSpec", "SlidingWindowSpec")),
+        Family("full+cross", ("FullAttentionSpec", "CrossAttentionSpec")),
         Family("full+mamba", ("FullAttentionSpec", "MambaSpec"), zeroing=True),
     )
 }
@@ -108,7 +110,8 @@ def prepare() -> None:
             setattr(torch._C._cpu, name, lambda: False)
 
 
-def _module(name: str) -> Any:
+def module(name: str) -> Any:
+    """A module of the release on `sys.path`, imported when first asked for."""
     prepare()
     return importlib.import_module(name)
 
@@ -116,17 +119,17 @@ def _module(name: str) -> Any:
 @functools.cache
 def release() -> str:
     """The version that the sources on `sys.path` carry, e.g. "0.25.1", without a local part."""
-    return str(_module("vllm._version").__version__).split("+", maxsplit=1)[0]
+    return str(module("vllm._version").__version__).split("+", maxsplit=1)[0]
 
 
 @functools.cache
 def families() -> tuple[str, ...]:
     """Names of the families whose spec classes this release has."""
-    interface = _module("vllm.v1.kv_cache_interface")
+    interface = module("vllm.v1.kv_cache_interface")
     return tuple(n for n, f in FAMILIES.items() if all(hasattr(interface, s) for s in f.specs))
 
 
-def _fitting(cls: Any, **wanted: Any) -> Any:
+def fitting(cls: Any, **wanted: Any) -> Any:
     """An instance of a class with those of the arguments that its constructor takes."""
     accepted = inspect.signature(cls).parameters
     return cls(**{k: v for k, v in wanted.items() if k in accepted})
@@ -134,7 +137,7 @@ def _fitting(cls: Any, **wanted: Any) -> Any:
 
 def _inspect_without_a_subprocess() -> None:
     """Answer vLLM's model inspection (10 s, and a process of its own) for the tiny Llama ourselves."""
-    registry = _module("vllm.model_executor.models.registry")
+    registry = module("vllm.model_executor.models.registry")
     texts = {
         "architecture": "LlamaForCausalLM",
         "attn_type": "decoder",
@@ -161,7 +164,7 @@ def _base_config() -> tuple[Any, Any]:
     _inspect_without_a_subprocess()
     with tempfile.TemporaryDirectory(prefix="kvfix-tiny-") as folder:
         Path(folder, "config.json").write_text(json.dumps(_TINY_MODEL), encoding="utf-8")
-        config = _module("vllm.engine.arg_utils").EngineArgs(
+        config = module("vllm.engine.arg_utils").EngineArgs(
             model=folder,
             skip_tokenizer_init=True,
             enforce_eager=True,
@@ -170,8 +173,7 @@ def _base_config() -> tuple[Any, Any]:
             block_size=BLOCK_SIZE,
             max_model_len=MAX_MODEL_LEN,
         ).create_engine_config()
-    module = _module("vllm.config")
-    speculative = module.SpeculativeConfig(
+    speculative = module("vllm.config").SpeculativeConfig(
         method="ngram",
         num_speculative_tokens=2,
         prompt_lookup_max=2,
@@ -179,14 +181,14 @@ def _base_config() -> tuple[Any, Any]:
         target_model_config=config.model_config,
         target_parallel_config=config.parallel_config,
     )
-    utils = _module("vllm.v1.core.kv_cache_utils")
-    utils.init_none_hash(_module("vllm.utils.hashing").sha256)
+    utils = module("vllm.v1.core.kv_cache_utils")
+    utils.init_none_hash(module("vllm.utils.hashing").sha256)
     return config, speculative
 
 
 @functools.cache
 def _structured_output_manager() -> Any:
-    return _module("vllm.v1.structured_output").StructuredOutputManager(_base_config()[0])
+    return module("vllm.v1.structured_output").StructuredOutputManager(_base_config()[0])
 
 
 def _changed(config: Any, **changes: Any) -> Any:
@@ -203,10 +205,10 @@ def _changed(config: Any, **changes: Any) -> Any:
 def _spec(name: str, block_size: int, *, mamba_cache_mode: str, spec_tokens: int) -> Any:
     import torch  # noqa: PLC0415  only the release's process has it
 
-    cls = getattr(_module("vllm.v1.kv_cache_interface"), name)
+    cls = getattr(module("vllm.v1.kv_cache_interface"), name)
     latent = name in {"MLAAttentionSpec", "HiddenStateCacheSpec"}
     if name == "MambaSpec":
-        return _fitting(
+        return fitting(
             cls,
             block_size=block_size,
             shapes=((16, 16),),
@@ -226,14 +228,14 @@ def _spec(name: str, block_size: int, *, mamba_cache_mode: str, spec_tokens: int
         wanted["sliding_window"] = 3 * block_size
     if name == "ChunkedLocalAttentionSpec":
         wanted["attention_chunk_size"] = 3 * block_size
-    return _fitting(cls, **wanted)
+    return fitting(cls, **wanted)
 
 
 def kv_cache_config(
     family: str, *, num_blocks: int, block_size: int, mamba_cache_mode: str = "none", spec_tokens: int = 0
 ) -> Any:
     """A hand-made `KVCacheConfig`: one group per spec of the family, one layer per group, no tensors."""
-    interface = _module("vllm.v1.kv_cache_interface")
+    interface = module("vllm.v1.kv_cache_interface")
     groups = [
         interface.KVCacheGroupSpec(
             [f"model.layers.{i}.attn"],
@@ -348,7 +350,9 @@ class Driver:
     Attributes:
         scheduler: vLLM's own object.
         options: What it was made of.
-        outputs: Snapshots of every `SchedulerOutput` so far, if `keep` was set.
+        requests: Every request that was ever added, by name.
+        on_output: Called with each `SchedulerOutput` as `schedule()` gives it.
+        counts: Blocks allocated per manager, if asked for; see `allocated`.
     """
 
     def __init__(self, options: Options, *, scheduler_cls: Any = None, count: bool = False) -> None:
@@ -363,9 +367,9 @@ class Driver:
         )
         if scheduler_cls is None:
             scheduler_cls = (
-                _module("vllm.v1.core.sched.async_scheduler").AsyncScheduler
+                module("vllm.v1.core.sched.async_scheduler").AsyncScheduler
                 if options.async_scheduling
-                else _module("vllm.v1.core.sched.scheduler").Scheduler
+                else module("vllm.v1.core.sched.scheduler").Scheduler
             )
         self.scheduler: Any = scheduler_cls(
             vllm_config=self.config,
@@ -374,14 +378,15 @@ class Driver:
             block_size=options.block_size,
             log_stats=options.log_stats,
         )
-        self._hasher = _module("vllm.v1.core.kv_cache_utils").get_request_block_hasher(
-            options.block_size, _module("vllm.utils.hashing").sha256
+        self._hasher = module("vllm.v1.core.kv_cache_utils").get_request_block_hasher(
+            options.block_size, module("vllm.utils.hashing").sha256
         )
         self._in_flight: deque[tuple[Any, dict[str, bool]]] = deque()
         self._remote: list[str] = []
         self._added = 0
         self._sampled: Counter[str] = Counter()
         self.requests: dict[str, Any] = {}
+        self.on_output: Callable[[Any], None] | None = None
         self.counts: Counter[int] | None = count_allocations(self) if count else None
 
     # -- operations ----------------------------------------------------------------------------------------------
@@ -406,15 +411,15 @@ class Driver:
             external: Leading tokens that the "remote" connector says it holds.
             priority: Passed on.
         """
-        params = _module("vllm.sampling_params").SamplingParams(
+        params = module("vllm.sampling_params").SamplingParams(
             max_tokens=max_tokens,
             ignore_eos=True,
             temperature=0.0,
             extra_args={"kv_transfer_params": {"external": external}} if external else None,
         )
         self._added += 1
-        request = _fitting(
-            _module("vllm.v1.request").Request,
+        request = fitting(
+            module("vllm.v1.request").Request,
             request_id=name,
             prompt_token_ids=prompt_tokens(prompt_seed, prompt_length),
             sampling_params=params,
@@ -432,6 +437,8 @@ class Driver:
         """Schedule one step and put it in flight; returns the `SchedulerOutput`."""
         output = self.scheduler.schedule()
         self._in_flight.append((output, self._sampling(output)))
+        if self.on_output is not None:
+            self.on_output(output)
         return output
 
     def update(self) -> None:
@@ -467,7 +474,7 @@ class Driver:
 
     def finish(self, *names: str) -> None:
         """Abort requests, known or not, as a client's disconnect does."""
-        status = _module("vllm.v1.request").RequestStatus.FINISHED_ABORTED
+        status = module("vllm.v1.request").RequestStatus.FINISHED_ABORTED
         self.scheduler.finish_requests(list(names), status)
 
     abort = finish
@@ -480,6 +487,11 @@ class Driver:
         """A request's status ("WAITING", "RUNNING", "PREEMPTED", ...), or None once the scheduler forgot it."""
         request = self.scheduler.requests.get(name)
         return None if request is None else str(request.status.name)
+
+    @property
+    def in_flight(self) -> int:
+        """Steps that were scheduled and not yet answered."""
+        return len(self._in_flight)
 
     @property
     def managers(self) -> tuple[Any, ...]:
@@ -512,11 +524,11 @@ class Driver:
         if self.options.connector == "remote":
             arrived, self._remote = self._remote, self._waiting_for_remote()
             arrived = [n for n in arrived if n in self.scheduler.requests]
-            connector_output = _fitting(
-                _module("vllm.v1.outputs").KVConnectorOutput, finished_recving=set(arrived)
+            connector_output = fitting(
+                module("vllm.v1.outputs").KVConnectorOutput, finished_recving=set(arrived)
             )
-        return _fitting(
-            _module("vllm.v1.outputs").ModelRunnerOutput,
+        return fitting(
+            module("vllm.v1.outputs").ModelRunnerOutput,
             req_ids=names,
             req_id_to_index={n: i for i, n in enumerate(names)},
             sampled_token_ids=sampled,
@@ -542,7 +554,7 @@ class Driver:
             for n in names
         ]
         self.scheduler.update_draft_token_ids(
-            _module("vllm.v1.outputs").DraftTokenIds(req_ids=names, draft_token_ids=tokens)
+            module("vllm.v1.outputs").DraftTokenIds(req_ids=names, draft_token_ids=tokens)
         )
 
 
@@ -552,7 +564,7 @@ class Driver:
 @functools.cache
 def _remote_connector() -> Any:
     """A connector class that holds the tokens that a request names and loads them asynchronously."""
-    base = _module("vllm.distributed.kv_transfer.kv_connector.v1.base")
+    base = module("vllm.distributed.kv_transfer.kv_connector.v1.base")
 
     @dataclasses.dataclass
     class RemoteMetadata(base.KVConnectorMetadata):  # type: ignore[misc, name-defined]  # vLLM is Any here
@@ -605,16 +617,16 @@ def _remote_connector() -> Any:
 
 @functools.cache
 def _connector_config(kind: str) -> Any:
-    factory = _module("vllm.distributed.kv_transfer.kv_connector.factory").KVConnectorFactory
+    factory = module("vllm.distributed.kv_transfer.kv_connector.factory").KVConnectorFactory
     name = "DecodeBenchConnector"
     if kind == "remote":
         name = "KvfixRemoteConnector"
-        module = types.ModuleType("kvfix_remote_connector")
-        module.KvfixRemoteConnector = _remote_connector()  # type: ignore[attr-defined]  # made for the factory
-        sys.modules[module.__name__] = module
+        made = types.ModuleType("kvfix_remote_connector")
+        made.KvfixRemoteConnector = _remote_connector()  # type: ignore[attr-defined]  # made for the factory
+        sys.modules[made.__name__] = made
         if name not in factory._registry:
-            factory.register_connector(name, module.__name__, name)
-    return _module("vllm.config").KVTransferConfig(
+            factory.register_connector(name, made.__name__, name)
+    return module("vllm.config").KVTransferConfig(
         kv_connector=name, kv_role="kv_both", engine_id="contract"
     )
 

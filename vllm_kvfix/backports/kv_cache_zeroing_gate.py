@@ -157,12 +157,15 @@ def _manager_init(
         except Exception as error:  # noqa: BLE001  # nothing of ours may reach vLLM
             faults.note("SingleTypeKVCacheManager.__init__", error)
 
-    signature = inspect.signature(original)
-    flag = inspect.Parameter(upstream.FLAG, inspect.Parameter.KEYWORD_ONLY, default=False, annotation="bool")
-    __init__.__signature__ = signature.replace(  # type: ignore[attr-defined]  # PEP 362
-        parameters=[*signature.parameters.values(), flag]
-    )
+    __init__.__signature__ = _with_flag(inspect.signature(original))  # type: ignore[attr-defined]  # PEP 362
     return __init__
+
+
+def _with_flag(signature: inspect.Signature) -> inspect.Signature:
+    """``signature`` with the flag as its last keyword, before any ``**kwargs``."""
+    flag = inspect.Parameter(upstream.FLAG, inspect.Parameter.KEYWORD_ONLY, default=False, annotation="bool")
+    parameters = [*signature.parameters.values(), flag]
+    return signature.replace(parameters=sorted(parameters, key=lambda parameter: parameter.kind))
 
 
 def _take_new_block_ids(_: ModuleType, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,2 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo: a real engine under load, without the fix and with it."""
+"""A real engine under load, without the fix and with it: ``vllm-kvfix demo``; its parts serve the tests as well.
+
+The plugin never imports it.
+"""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -31,6 +32,8 @@ _SAY_EVERY_S = 10.0
 _TERM_GRACE_S = 20.0
 _KILL_GRACE_S = 10.0
 _LOG_TAIL = 30
+_ERRORS_SHOWN = 5
+_ERROR = re.compile(r"\w+(?:Error|Exception): .+")
 
 
 class EngineFailedError(RuntimeError):
@@ -71,6 +74,11 @@ def rss_anon(pid: int, proc: Path = Path("/proc")) -> int:
             return int(line.split()[1]) * 1024
     msg = f"/proc/{pid}/status has no RssAnon line: the process has ended"
     raise ProcessLookupError(msg)
+
+
+def plugin_lines(log: str) -> list[str]:
+    """Return the lines of an engine's log that our plugin wrote: each opens with its name and version."""
+    return [line for line in log.splitlines() if re.search(r"\bvllm-kvfix \d", line)]
 
 
 def session_members(session: int, proc: Path = Path("/proc")) -> dict[int, str]:
@@ -171,7 +179,7 @@ class Engine:
         """The base address of the HTTP server, without a slash at its end."""
         return f"http://127.0.0.1:{self._port}"
 
-    def __enter__(self) -> Engine:
+    def __enter__(self) -> Engine:  # noqa: PYI034  Self came with Python 3.11
         """Start the server and wait until it answers."""
         started = time.monotonic()
         try:
@@ -240,7 +248,7 @@ class Engine:
         command = [str(self._environment.path / "bin" / "vllm"), "serve", str(settings.model)]
         command += ["--host", "127.0.0.1", "--port", str(self._port), "--served-model-name", MODEL_NAME]
         command += ["--enforce-eager", "--uvicorn-log-level", "warning", *settings.arguments]
-        self._process = subprocess.Popen(
+        self._process = subprocess.Popen(  # noqa: S603  our own command
             command,
             cwd=settings.work,
             env=engine_environ(environ, python_path),
@@ -273,8 +281,11 @@ class Engine:
             return False
 
     def _failure(self, cause: str) -> str:
-        tail = "\n".join("    " + line for line in self.log_text().splitlines()[-_LOG_TAIL:])
-        return f"{cause} (vLLM {self._environment.release}); the end of {self.log_file}:\n{tail}"
+        lines = self.log_text().splitlines()
+        # The end of the log tells that a process died; why, the process itself told long before.
+        errors = list(dict.fromkeys(found[0] for line in lines if (found := _ERROR.search(line))))
+        tail = "\n".join("    " + line for line in [*errors[:_ERRORS_SHOWN], "…", *lines[-_LOG_TAIL:]])
+        return f"{cause} (vLLM {self._environment.release}); errors in, and the end of, {self.log_file}:\n{tail}"
 
 
 def _free_port() -> int:

