@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contract tests: the real scheduler of every release, without and with the back-port, without a GPU."""
+"""Engine tests: a real `vllm serve` with our built wheel beside it, under real HTTP load."""
