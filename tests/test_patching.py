@@ -40,7 +40,7 @@ class Child(Base):
 
 
 @pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def module() -> ModuleType:
     """A module with fresh copies of both classes."""
     made = ModuleType("made_up")
     base = type("Base", (), dict(Base.__dict__))
@@ -117,9 +117,7 @@ def test_metadata_of_the_original_survives(module: ModuleType) -> None:
         ("Base", "value", "is a int"),
     ],
 )
-def test_what_cannot_be_replaced_is_refused_by_name(
-    module: ModuleType, class_name: str, name: str, words: str
-) -> None:
+def test_what_cannot_be_replaced_is_refused_by_name(module: ModuleType, class_name: str, name: str, words: str) -> None:
     """A missing class, a missing or merely inherited method, and a plain value are refused with their name."""
     with pytest.raises(patching.PatchError, match=words):
         patching.replace(module, class_name, name, MARK, doubled)

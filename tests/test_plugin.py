@@ -37,7 +37,7 @@ def say(**values):
 
 def run(code: str, *path: Path, **environ: str) -> tuple[dict[str, Any], str]:
     """Run code after the prelude; what it said, and its log."""
-    done = run_python(PRELUDE + textwrap.dedent(code), *path, **environ)
+    done = run_python(PRELUDE + textwrap.dedent(code), *path, environ=environ)
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
 
@@ -152,7 +152,8 @@ def test_restore_gives_back_the_identical_objects(vllm: Path) -> None:
         restored = all(a[k] is b[k] for a, b in zip(before, look()) for k in a) and before == look()
         leaked = backlogs(steps([FullAttentionSpec()])[0])
         plugin.register()
-        say(replaced=replaced, left=left, restored=restored, leaked=leaked, again=backlogs(steps([FullAttentionSpec()])[0]))
+        again = backlogs(steps([FullAttentionSpec()])[0])
+        say(replaced=replaced, left=left, restored=restored, leaked=leaked, again=again)
         """,
         vllm,
         **FORCE,
@@ -314,5 +315,6 @@ def test_a_child_process_is_fixed_like_its_parent(vllm: Path, options: tuple[str
     )
     script = vllm / "start.py"
     script.write_text(code)
-    done = run_python(f"import runpy; runpy.run_path({str(script)!r}, run_name='__main__')", vllm, options=options, **FORCE)
+    start = f"import runpy; runpy.run_path({str(script)!r}, run_name='__main__')"
+    done = run_python(start, vllm, options=options, environ=FORCE)
     assert json.loads(done.stdout.splitlines()[-1]) == {"backlog": [0]}

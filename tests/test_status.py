@@ -82,7 +82,9 @@ class TestReleases:
         said = json.loads(vllm_kvfix("status", "--json", path=(releases.sources("0.17.1"),)).stdout)
         assert said["leaking_models"] == ["full attention (Llama, Qwen, Mistral and most others)"]
 
-    @pytest.mark.parametrize(("release", "words"), [("0.26.0", "upstream fix"), ("0.32.0", "upstream fix"), ("0.17.0", "older")])
+    @pytest.mark.parametrize(
+        ("release", "words"), [("0.26.0", "upstream fix"), ("0.32.0", "upstream fix"), ("0.17.0", "older")]
+    )
     def test_not_affected_is_0(self, release: str, words: str) -> None:
         """Fixed and older releases: exit code 0, and why there is nothing to fix."""
         done = vllm_kvfix("status", path=(releases.sources(release),))
@@ -138,9 +140,7 @@ def test_no_vllm_is_2() -> None:
         ("a, kvfix", 1, "keeps us out"),
     ],
 )
-def test_vllm_plugins_is_read_as_vllm_reads_it(
-    plugin: Path, tmp_path: Path, value: str, code: int, words: str
-) -> None:
+def test_vllm_plugins_is_read_as_vllm_reads_it(plugin: Path, tmp_path: Path, value: str, code: int, words: str) -> None:
     """Exact names between commas, blanks count, empty means none; where we are kept out it says what to add."""
     fake = copy_fake(tmp_path / "site", edits={})
     done = vllm_kvfix("status", path=(fake, plugin), VLLM_PLUGINS=value, VLLM_KVFIX_PATCH="force")

@@ -12,12 +12,15 @@ from hypothesis import strategies as st
 from tests import digests, releases
 from tests.support import copy_fake
 from vllm_kvfix import guard, upstream
-from vllm_kvfix.backports import KV_CACHE_ZEROING_GATE as BACKPORT
+from vllm_kvfix.backports import BACKPORTS
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.releases import Release
+
+
+(BACKPORT,) = BACKPORTS
 
 
 def installed(release: str) -> tuple[upstream.Installation, upstream.Sources]:

@@ -53,7 +53,8 @@ class _Finder:
             if module.__name__ != name:  # a loader that serves several modules, such as zipimport's
                 execute(module)
                 return
-            del loader.exec_module  # type: ignore[union-attr]  # the instance attribute set below
+            if vars(loader).get("exec_module") is exec_module:
+                del loader.exec_module  # type: ignore[union-attr]  # the instance attribute set below
             execute(module)
             callback = self.waiting.pop(name, None)
             if not self.waiting:

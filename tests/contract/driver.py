@@ -25,9 +25,11 @@ import tempfile
 import types
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 # vLLM's types differ by release and are not installed where this file is type-checked: they are `Any` here.
 BLOCK_SIZE = 16
@@ -68,12 +70,14 @@ class Family:
         name: What reports call it.
         specs: Class names in `vllm.v1.kv_cache_interface`, one per KV-cache group.
         zeroing: Whether vLLM zeroes new blocks for it, so that the ids are needed.
+        flag_only: Whether the cache's config asks for that although no group has Mamba, as vendors' may.
         connector: Whether external computed blocks can be mixed in.
     """
 
     name: str
     specs: tuple[str, ...]
     zeroing: bool = False
+    flag_only: bool = False
     connector: bool = False
 
 
@@ -88,6 +92,7 @@ FAMILIES: dict[str, Family] = {
         Family("chunked-local", ("ChunkedLocalAttentionSpec",)),
         Family("full+sliding", ("FullAttentionSpec", "SlidingWindowSpec")),
         Family("full+cross", ("FullAttentionSpec", "CrossAttentionSpec")),
+        Family("full, zeroed", ("FullAttentionSpec",), zeroing=True, flag_only=True),
         Family("full+mamba", ("FullAttentionSpec", "MambaSpec"), zeroing=True),
     )
 }
@@ -126,7 +131,10 @@ def release() -> str:
 def families() -> tuple[str, ...]:
     """Names of the families whose spec classes this release has."""
     interface = module("vllm.v1.kv_cache_interface")
-    return tuple(n for n, f in FAMILIES.items() if all(hasattr(interface, s) for s in f.specs))
+    has_flag = hasattr(interface.KVCacheConfig, "needs_kv_cache_zeroing")
+    return tuple(
+        n for n, f in FAMILIES.items() if all(hasattr(interface, s) for s in f.specs) and (has_flag or not f.flag_only)
+    )
 
 
 def fitting(cls: Any, **wanted: Any) -> Any:
@@ -164,15 +172,19 @@ def _base_config() -> tuple[Any, Any]:
     _inspect_without_a_subprocess()
     with tempfile.TemporaryDirectory(prefix="kvfix-tiny-") as folder:
         Path(folder, "config.json").write_text(json.dumps(_TINY_MODEL), encoding="utf-8")
-        config = module("vllm.engine.arg_utils").EngineArgs(
-            model=folder,
-            skip_tokenizer_init=True,
-            enforce_eager=True,
-            load_format="dummy",
-            dtype="bfloat16",
-            block_size=BLOCK_SIZE,
-            max_model_len=MAX_MODEL_LEN,
-        ).create_engine_config()
+        config = (
+            module("vllm.engine.arg_utils")
+            .EngineArgs(
+                model=folder,
+                skip_tokenizer_init=True,
+                enforce_eager=True,
+                load_format="dummy",
+                dtype="bfloat16",
+                block_size=BLOCK_SIZE,
+                max_model_len=MAX_MODEL_LEN,
+            )
+            .create_engine_config()
+        )
     speculative = module("vllm.config").SpeculativeConfig(
         method="ngram",
         num_speculative_tokens=2,
@@ -243,7 +255,10 @@ def kv_cache_config(
         )
         for i, name in enumerate(FAMILIES[family].specs)
     ]
-    return interface.KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+    cls = interface.KVCacheConfig
+    if FAMILIES[family].flag_only:
+        cls = type("ZeroedKVCacheConfig", (cls,), {"needs_kv_cache_zeroing": property(lambda _: True)})
+    return cls(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
 # -- a scheduler --------------------------------------------------------------------------------------------------
@@ -294,9 +309,7 @@ class Options:
     log_stats: bool = False
 
 
-def make_scheduler(
-    family: str = "full", *, scheduler_cls: Any = None, count: bool = False, **options: Any
-) -> Driver:
+def make_scheduler(family: str = "full", *, scheduler_cls: Any = None, count: bool = False, **options: Any) -> Driver:
     """Make a real scheduler and what drives it.
 
     Args:
@@ -391,7 +404,7 @@ class Driver:
 
     # -- operations ----------------------------------------------------------------------------------------------
 
-    def add_request(
+    def add_request(  # noqa: PLR0913  each is a property of a request
         self,
         name: str,
         *,
@@ -436,10 +449,14 @@ class Driver:
     def schedule(self) -> Any:
         """Schedule one step and put it in flight; returns the `SchedulerOutput`."""
         output = self.scheduler.schedule()
+        self.put_in_flight(output)
+        return output
+
+    def put_in_flight(self, output: Any) -> None:
+        """Take a `SchedulerOutput` that somebody else got from this scheduler just now; `update` answers it."""
         self._in_flight.append((output, self._sampling(output)))
         if self.on_output is not None:
             self.on_output(output)
-        return output
 
     def update(self) -> None:
         """Answer the oldest step in flight as a model runner would; nothing in flight is no error."""
@@ -517,16 +534,12 @@ class Driver:
     def _runner_output(self, output: Any, sampling: dict[str, bool]) -> Any:
         names = list(sampling)
         drafts = output.scheduled_spec_decode_tokens
-        sampled = [
-            self._tokens(n, len(drafts.get(n, ()))) if sampling[n] else [] for n in names
-        ]
+        sampled = [self._tokens(n, len(drafts.get(n, ()))) if sampling[n] else [] for n in names]
         connector_output = None
         if self.options.connector == "remote":
             arrived, self._remote = self._remote, self._waiting_for_remote()
             arrived = [n for n in arrived if n in self.scheduler.requests]
-            connector_output = fitting(
-                module("vllm.v1.outputs").KVConnectorOutput, finished_recving=set(arrived)
-            )
+            connector_output = fitting(module("vllm.v1.outputs").KVConnectorOutput, finished_recving=set(arrived))
         return fitting(
             module("vllm.v1.outputs").ModelRunnerOutput,
             req_ids=names,
@@ -550,8 +563,7 @@ class Driver:
     def _draft(self, sampling: dict[str, bool]) -> None:
         names = [n for n, s in sampling.items() if s and n in self.scheduler.requests]
         tokens = [
-            [3 + _code("draft", n, self._sampled[n], i) % 500 for i in range(self.options.spec_tokens)]
-            for n in names
+            [3 + _code("draft", n, self._sampled[n], i) % 500 for i in range(self.options.spec_tokens)] for n in names
         ]
         self.scheduler.update_draft_token_ids(
             module("vllm.v1.outputs").DraftTokenIds(req_ids=names, draft_token_ids=tokens)
@@ -562,7 +574,7 @@ class Driver:
 
 
 @functools.cache
-def _remote_connector() -> Any:
+def _remote_connector() -> Any:  # noqa: C901  one small class, made when vLLM is there
     """A connector class that holds the tokens that a request names and loads them asynchronously."""
     base = module("vllm.distributed.kv_transfer.kv_connector.v1.base")
 
@@ -626,9 +638,7 @@ def _connector_config(kind: str) -> Any:
         sys.modules[made.__name__] = made
         if name not in factory._registry:
             factory.register_connector(name, made.__name__, name)
-    return module("vllm.config").KVTransferConfig(
-        kv_connector=name, kv_role="kv_both", engine_id="contract"
-    )
+    return module("vllm.config").KVTransferConfig(kv_connector=name, kv_role="kv_both", engine_id="contract")
 
 
 # -- measuring ----------------------------------------------------------------------------------------------------
@@ -694,7 +704,7 @@ def snapshot(value: Any) -> Any:
     return _snapshot(value, ())
 
 
-def _snapshot(value: Any, path: tuple[int, ...]) -> Any:
+def _snapshot(value: Any, path: tuple[int, ...]) -> Any:  # noqa: PLR0911  one return per kind of value
     if isinstance(value, _PLAIN) and not isinstance(value, enum.Enum):
         return value
     if id(value) in path:
@@ -724,9 +734,7 @@ def _opaque(value: Any, path: tuple[int, ...]) -> Any:
         return (str(value.dtype), tuple(value.shape), value.tolist())
     if hasattr(value, "__struct_fields__"):  # msgspec
         return [(n, _snapshot(getattr(value, n), path)) for n in value.__struct_fields__]
-    slots = [
-        s for c in type(value).__mro__ for s in _as_tuple(c.__dict__.get("__slots__", ())) if hasattr(value, s)
-    ]
+    slots = [s for c in type(value).__mro__ for s in _as_tuple(c.__dict__.get("__slots__", ())) if hasattr(value, s)]
     state = {**{s: getattr(value, s) for s in slots if s != "__dict__"}, **getattr(value, "__dict__", {})}
     if not state and not hasattr(value, "__dict__"):
         msg = f"cannot see the state of a {type(value).__module__}.{type(value).__qualname__}"

@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tests.contract import driver as d
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 WRAPPED = (
     ("vllm.v1.core.sched.scheduler", "Scheduler", "schedule"),
@@ -154,8 +156,7 @@ def installed_classes(*, coordinator: bool, cache_manager: bool) -> Iterator[Non
     with contextlib.ExitStack() as stack:
         if coordinator:
             module = d.module("vllm.v1.core.kv_cache_manager")
-            own = coordinator_class()
-            stack.enter_context(installed(module, "get_kv_cache_coordinator", lambda **given: own(**given)))
+            stack.enter_context(installed(module, "get_kv_cache_coordinator", coordinator_class()))
         if cache_manager:
             module = d.module("vllm.v1.core.sched.scheduler")
             stack.enter_context(installed(module, "KVCacheManager", cache_manager_class()))

@@ -23,7 +23,7 @@ from tests import releases
 from tests.contract import driver, machine, replaced, scenarios
 
 
-def examine(release: str, workloads: int, seed: int) -> dict[str, Any]:
+def examine(release: str, workloads: int, seed: int, *, shrink: bool = False) -> dict[str, Any]:
     """Run everything that is promised of one release; the result is plain JSON."""
     known = releases.BY_VERSION[release]
     if driver.release() != release:
@@ -33,7 +33,7 @@ def examine(release: str, workloads: int, seed: int) -> dict[str, Any]:
     totals = machine.Totals()
     try:
         result["replaced"] = replacements()
-        totals = machine.run(workloads, seed, totals)
+        totals = machine.run(workloads, seed, totals, shrink=shrink)
         result["scenarios"] = scenarios.run() if known.affected else {}
         result["uncovered"] = [name for name in machine.required() if not totals.coverage[name]]
         result["failure"] = None
@@ -81,14 +81,15 @@ def main() -> int:
     parser.add_argument("--workloads", type=int, default=25)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--json", action="store_true", help="one JSON object (default: a summary)")
+    parser.add_argument("--shrink", action="store_true", help="on a failure, find the smallest workload (minutes)")
     chosen = parser.parse_args()
     started = time.monotonic()
-    result = examine(chosen.release, chosen.workloads, chosen.seed)
+    result = examine(chosen.release, chosen.workloads, chosen.seed, shrink=chosen.shrink)
     result["seconds"] = round(time.monotonic() - started, 1)
     if chosen.json:
-        print(json.dumps(result))
+        print(json.dumps(result))  # noqa: T201  what was asked for
     else:
-        print(json.dumps(result, indent=1))
+        print(json.dumps(result, indent=1))  # noqa: T201  what was asked for
     return 0 if result["failure"] is None and not result["uncovered"] else 1
 
 

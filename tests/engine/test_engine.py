@@ -58,7 +58,7 @@ def test_load_is_served_whole(pair: Pair) -> None:
     for observed in (pair.fixed, pair.without):
         assert observed.counts["failed"] == 0
         assert observed.counts["sent"] == REQUESTS
-        assert observed.counts["aborted"] >= REQUESTS // 5
+        assert observed.counts["aborted"] >= REQUESTS // 8
         assert observed.counts["completed"] >= REQUESTS // 2
         assert observed.samples[-1].allocated > REQUESTS
 

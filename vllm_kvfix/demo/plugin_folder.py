@@ -38,7 +38,9 @@ def make_plugin_folder(folder: Path, *, log: Callable[[str], object] = say) -> P
 def _install_checkout(checkout: Path, folder: Path, log: Callable[[str], object]) -> None:
     uv = find_uv()
     installer = [*uv, "pip", "--quiet"] if uv else [sys.executable, "-m", "pip", "--quiet"]
-    options = ["--python", sys.executable] if uv else ["--disable-pip-version-check"]
+    # Without the refresh uv takes the wheel that it built last time, whatever was edited since.
+    fresh = ["--python", sys.executable, "--refresh-package", DISTRIBUTION]
+    options = fresh if uv else ["--disable-pip-version-check"]
     log(f"building the wheel of {checkout}")
     command = [*installer, "install", *options, "--no-deps", "--target", str(folder), str(checkout)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=child_environ())  # noqa: S603

@@ -187,7 +187,10 @@ def _watch(scene: Scene, label: str, engine: Engine, report_file: Path) -> list[
     command += [f"--concurrency={_CONCURRENCY}", f"--prompt-tokens={_PROMPT_TOKENS}"]
     pid = engine.core_pids()[0]
     points: list[Point] = []
-    with subprocess.Popen(command, env=engine_environ({}, ()), stdin=subprocess.DEVNULL) as load:  # noqa: S603
+    # A session of its own: Ctrl-C is ours to handle, the load need not report it as well.
+    with subprocess.Popen(  # noqa: S603  our own command
+        command, env=engine_environ({}, ()), stdin=subprocess.DEVNULL, start_new_session=True
+    ) as load:
         try:
             began = time.time()
             said = 0.0
@@ -245,7 +248,8 @@ def _conclude(options: argparse.Namespace, without: Run, fixed: Run, wall_s: flo
     progress(f"picture: {options.output}   data: {data}   ({wall_s:.0f} s)")
     progress(
         f"slopes over {options.seconds:.0f} s after warm-up, scaled to an hour; {BYTES_PER_ID} bytes an id make "
-        f"{explained:.1f} MiB/h of the unpatched growth"
+        f"{explained:.1f} MiB/h of the unpatched growth; what both runs share is a young process settling, which "
+        "fades within minutes (--seconds 300 shows it)"
     )
     held = max(point.backlog for point in fixed.points) == 0
     if not held:

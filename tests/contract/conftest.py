@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many workloads, from which seed, and what each release showed, at the end of the session."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.contract.fleet import Fleet
+from vllm_kvfix.demo.plugin_folder import make_plugin_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SEED_VARIABLE = "VLLM_KVFIX_SEED"
+WORKLOADS_VARIABLE = "VLLM_KVFIX_WORKLOADS"
+WORKLOADS = 25
+
+_PLAN = pytest.StashKey["Plan"]()
+_FLEET = pytest.StashKey[Fleet]()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is drawn: the same seed and number draw the same workloads."""
+
+    seed: int
+    workloads: int
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options; pytest reads them here only if the run names `tests/contract`, so variables exist too."""
+    group = parser.getgroup("contract tests")
+    group.addoption("--seed", type=int, help=f"draw the workloads of that seed again (also {SEED_VARIABLE})")
+    group.addoption(
+        "--workloads", type=int, help=f"random workloads per release, default {WORKLOADS} (also {WORKLOADS_VARIABLE})"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Fix the seed, once for the session."""
+    seed = config.getoption("--seed", default=None)
+    workloads = config.getoption("--workloads", default=None)
+    config.stash[_PLAN] = Plan(
+        int(os.environ.get(SEED_VARIABLE) or secrets.randbelow(1_000_000)) if seed is None else seed,
+        int(os.environ.get(WORKLOADS_VARIABLE) or WORKLOADS) if workloads is None else workloads,
+    )
+
+
+@pytest.fixture(scope="session")
+def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """Processes for the releases that this session tests, two at a time, with our built wheel in each."""
+    plan = request.config.stash[_PLAN]
+    names = [str(p["release"]) for p in map(_parameters, request.session.items) if "release" in p]
+    package = make_plugin_folder(tmp_path_factory.mktemp("contract") / "plugin")
+    with Fleet(list(dict.fromkeys(names)), package, seed=plan.seed, workloads=plan.workloads) as made:
+        request.config.stash[_FLEET] = made
+        yield made
+
+
+def _parameters(item: pytest.Item) -> dict[str, object]:
+    callspec = getattr(item, "callspec", None)  # only parametrised functions have one
+    return {} if callspec is None else dict(callspec.params)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Print, per release, the backlog without and with, and what the random workloads covered."""
+    fleet = config.stash.get(_FLEET, None)
+    if fleet is None:
+        return
+    plan = config.stash[_PLAN]
+    terminalreporter.section(f"contract tests: seed {plan.seed}, {plan.workloads} workloads (--seed reproduces)")
+    for line in fleet.summary():
+        terminalreporter.write_line(line)
