@@ -80,17 +80,25 @@ def interpreter(version: str) -> str | None:
     return None
 
 
+def pip(*arguments: str) -> None:
+    """Run pip quietly."""
+    environ = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_ROOT_USER_ACTION": "ignore"}
+    subprocess.run([sys.executable, "-m", "pip", "--quiet", *arguments], check=True, env=environ)
+
+
 @pytest.fixture(scope="session")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built wheel, unpacked as pip would, with packaging beside it."""
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from the checkout."""
     folder = tmp_path_factory.mktemp("wheel")
-    subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(ROOT)],
-        check=True,
-        env={**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"},
-    )
-    (wheel,) = folder.glob("*.whl")
-    site = folder / "site"
+    pip("wheel", "--no-deps", "--wheel-dir", str(folder), str(ROOT))
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="session")
+def installed(wheel: Path) -> Path:
+    """The wheel, unpacked as pip would, with packaging beside it."""
+    site = wheel.parent / "site"
     with zipfile.ZipFile(wheel) as packed:
         packed.extractall(site)
     (site / "packaging").symlink_to(Path(packaging.__file__).parent)
@@ -124,3 +132,29 @@ def test_the_wheel_holds_what_it_must_and_no_more(installed: Path) -> None:
     metadata = (installed / info / "METADATA").read_text()
     required = [line for line in metadata.splitlines() if line.startswith("Requires-Dist") and "extra ==" not in line]
     assert required == ["Requires-Dist: packaging>=22"]
+
+
+def test_pip_installs_and_uninstalls_it_without_a_trace(wheel: Path, tmp_path: Path) -> None:
+    """In an environment with a vLLM, pip install makes status say protected; pip uninstall leaves no file of ours."""
+    environment = tmp_path / "environment"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
+    python = environment / "bin/python"
+    (site,) = environment.glob("lib/python*/site-packages")
+    copy_fake(tmp_path / "fake")
+    shutil.move(tmp_path / "fake/vllm", site / "vllm")
+    (site / "packaging").symlink_to(Path(packaging.__file__).parent)
+
+    def files() -> set[Path]:
+        return {path for path in environment.rglob("*") if "__pycache__" not in path.parts}
+
+    def status() -> int:
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "PYTHONPATH"))}
+        environ = {**clean, "VLLM_KVFIX_PATCH": "force"}
+        return subprocess.run([python, "-m", "vllm_kvfix", "status"], env=environ, check=False, cwd="/").returncode
+
+    before = files()
+    pip("--python", str(python), "install", "--no-deps", str(wheel))
+    assert (environment / "bin/vllm-kvfix").is_file()
+    assert status() == 0
+    pip("--python", str(python), "uninstall", "--yes", "vllm-kvfix")
+    assert files() == before

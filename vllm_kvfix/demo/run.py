@@ -41,7 +41,7 @@ DEFAULT_RELEASE = "0.25.1"
 LOAD_SCRIPT = Path(__file__).with_name("load.py")
 MODE_VARIABLE = "VLLM_KVFIX_PATCH"
 
-_WARM_UP_S = 15.0
+_WARM_UP_S = 40.0
 _LEAST_SECONDS = 10.0
 _SAMPLE_S = 1.0
 _SAY_EVERY_S = 2.0
