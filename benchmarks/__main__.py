@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs every benchmark, one after another: `python -m benchmarks`."""
+
+from __future__ import annotations
+
+import sys
+
+from benchmarks import patch_cost
+
+BENCHMARKS = (patch_cost,)
+
+
+def main() -> int:
+    """Run them; the first failing one's exit code, else 0."""
+    for benchmark in BENCHMARKS:
+        sys.stdout.write(f"== {benchmark.__name__}\n")
+        sys.stdout.flush()
+        code = benchmark.main([])
+        if code:
+            return code
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
