@@ -15,7 +15,7 @@ def main() -> int:
     for benchmark in BENCHMARKS:
         sys.stdout.write(f"== {benchmark.__name__}\n")
         sys.stdout.flush()
-        code = benchmark.main([])
+        code: int = benchmark.main([])
         if code:
             return code
     return 0

@@ -9,6 +9,13 @@ if TYPE_CHECKING:
     import pytest
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options of the contract tests: here, since pytest asks only the outermost conftest of a whole run."""
+    group = parser.getgroup("contract tests")
+    group.addoption("--seed", type=int, help="draw the random workloads of that seed again")
+    group.addoption("--workloads", type=int, default=25, help="random workloads per release (%(default)s)")
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Name each skip's reason under a heading of its own."""
     skipped = terminalreporter.stats.get("skipped", [])

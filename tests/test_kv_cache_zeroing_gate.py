@@ -167,6 +167,37 @@ def test_a_scheduler_that_says_it_zeroes_is_believed(vllm: Path) -> None:
     assert said == {"same": True, "first": [0, 1]}
 
 
+@pytest.mark.parametrize(
+    ("definition", "call"),
+    [
+        ("def schedule(self)", "schedule()"),
+        ("def schedule(self, throttle_prefills=False)", "schedule(True)"),
+        ("def schedule(self, throttle_prefills=False)", "schedule(throttle_prefills=True)"),
+        ("def schedule(self, throttle_prefills=True)", "schedule()"),
+        ("def schedule(self, *, more=False)", "schedule(more=True)"),
+        ("def schedule(self, first, *rest, **more)", "schedule(1, 2, 3, four=4)"),
+    ],
+)
+@pytest.mark.parametrize("spec", ["FullAttentionSpec", "MambaSpec"])
+def test_arguments_of_schedule_arrive_as_they_were_given(vllm: Path, definition: str, call: str, spec: str) -> None:
+    """Whatever signature schedule has, arguments and defaults reach it through ours as without us."""
+    said = run(
+        vllm,
+        f"""
+        plugin.restore()
+        {definition}:
+            given = dict(locals()); given.pop("self")
+            return repr(given)
+        Scheduler.schedule = schedule
+        scheduler = Scheduler(KVCacheConfig([{spec}()]))
+        without = scheduler.{call}
+        plugin.register({{"VLLM_KVFIX_PATCH": "force"}})
+        say(ours=Scheduler.schedule is not schedule, same=scheduler.{call} == without)
+        """,
+    )
+    assert said == {"ours": True, "same": True}
+
+
 def test_a_stray_drain_does_not_bring_the_leak_back(vllm: Path) -> None:
     """take_new_block_ids on a manager that must not record gives [], and it still keeps nothing afterwards."""
     said = run(

@@ -196,6 +196,25 @@ def test_another_plugin_may_wrap_the_same_methods(vllm: Path, when: str, *, wrap
     assert said == {"backlog": [0], "calls": [5, 1], "left": shadowed, "theirs_on_top": when == "after"}
 
 
+def test_restore_gives_back_later_what_it_could_not_give_back_at_once(vllm: Path) -> None:
+    """Once the other plugin has taken its wrapper back, a second restore gives the original back."""
+    said, _ = run(
+        """
+        from vllm.v1.core.sched.scheduler import Scheduler
+        original = Scheduler.schedule
+        plugin.register()
+        ours = Scheduler.schedule
+        Scheduler.schedule = lambda self: ours(self)
+        first = plugin.restore()
+        Scheduler.schedule = ours
+        say(first=first, second=plugin.restore(), same=Scheduler.schedule is original)
+        """,
+        vllm,
+        **FORCE,
+    )
+    assert said == {"first": ["Scheduler.schedule"], "second": [], "same": True}
+
+
 def test_all_or_nothing(vllm: Path) -> None:
     """If one method cannot be replaced, those that were are given back, a WARNING says why, vLLM runs on."""
     said, log = run(

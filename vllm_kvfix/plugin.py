@@ -106,12 +106,12 @@ class _Application:
         )
         self._warn()
 
-    def restore(self) -> tuple[str, ...]:
-        """Give the originals back, last replaced first; returns the names of those that somebody replaced since."""
+    def restore(self) -> None:
+        """Give the originals back; what somebody replaced since goes to ``_left``."""
         import_hook.forget([_FIRST_MODULE, *(site.module for site in self._sites)])
         self._sites = ()
-        self.replacements = [r for r in reversed(self.replacements) if not patching.restore(r)]
-        return tuple(map(str, self.replacements))
+        _left.extend(replacement for replacement in self.replacements if not patching.restore(replacement))
+        self.replacements = []
 
     def _announce(self) -> None:
         logger.info(
@@ -136,6 +136,8 @@ class _Application:
 
 
 _applications: list[_Application] = []
+# What `restore` could not give back yet, since another plugin's wrapper lay on top.
+_left: list[patching.Replacement] = []
 _lock = threading.Lock()
 
 
@@ -163,12 +165,14 @@ def restore() -> tuple[str, ...]:
 
     Returns:
         Names of methods that stay replaced because another plugin wrapped ours since: taking ours away would take
-        theirs away too.
+        theirs away too. Once that plugin has taken its wrapper back, a further call gives them back.
     """
     with _lock:
-        left = tuple(name for application in _applications for name in application.restore())
+        _left[:] = [replacement for replacement in _left if not patching.restore(replacement)]
+        for application in _applications:
+            application.restore()
         _applications.clear()
-        return left
+        return tuple(map(str, _left))
 
 
 def report() -> tuple[Report, ...]:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,10 +14,6 @@ from vllm_kvfix.demo.plugin_folder import make_plugin_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-SEED_VARIABLE = "VLLM_KVFIX_SEED"
-WORKLOADS_VARIABLE = "VLLM_KVFIX_WORKLOADS"
-WORKLOADS = 25
 
 _PLAN = pytest.StashKey["Plan"]()
 _FLEET = pytest.StashKey[Fleet]()
@@ -32,23 +27,10 @@ class Plan:
     workloads: int
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the options; pytest reads them here only if the run names `tests/contract`, so variables exist too."""
-    group = parser.getgroup("contract tests")
-    group.addoption("--seed", type=int, help=f"draw the workloads of that seed again (also {SEED_VARIABLE})")
-    group.addoption(
-        "--workloads", type=int, help=f"random workloads per release, default {WORKLOADS} (also {WORKLOADS_VARIABLE})"
-    )
-
-
 def pytest_configure(config: pytest.Config) -> None:
     """Fix the seed, once for the session."""
-    seed = config.getoption("--seed", default=None)
-    workloads = config.getoption("--workloads", default=None)
-    config.stash[_PLAN] = Plan(
-        int(os.environ.get(SEED_VARIABLE) or secrets.randbelow(1_000_000)) if seed is None else seed,
-        int(os.environ.get(WORKLOADS_VARIABLE) or WORKLOADS) if workloads is None else workloads,
-    )
+    seed = config.getoption("--seed")
+    config.stash[_PLAN] = Plan(secrets.randbelow(1_000_000) if seed is None else seed, config.getoption("--workloads"))
 
 
 @pytest.fixture(scope="session")

@@ -122,7 +122,7 @@ def _line(result: dict[str, Any]) -> str:
     differing = "?" if result["differing"] is None else result["differing"]
     return (
         f"{result['release']:8} {result['when']:8} backlog without {result['backlog_without']:6}, "
-        f"with {result['backlog_with']}; {result['workloads']} workloads, {result['outputs']} outputs, "
+        f"with {result['backlog_with']}; {result['distinct']} workloads, {result['outputs']} outputs, "
         f"{differing} differing; {len(result.get('scenarios', {}))} scenarios; "
         f"{len(result.get('replaced', ()))} methods replaced; {result['seconds']} s"
         + ("; FAILED" if result["failure"] else "")

@@ -31,8 +31,7 @@ def test_release(fleet: Fleet, release: str) -> None:
     assert result is not None, f"exit code {outcome.code}, no result:\n{outcome.said}"
     assert result["failure"] is None, f"{result['failure']}\n--- it also said:\n{outcome.said}"
     assert result["uncovered"] == [], f"never happened in {result['workloads']} workloads: coverage is not what it says"
-    assert result["workloads"] >= fleet.workloads
-    assert result["distinct"] == result["workloads"]
+    assert result["distinct"] >= fleet.workloads, "too many of the workloads were the same"
     # vLLM's own failures end a workload early: a few are its business, many would mean that little was compared.
     assert sum(result["upstream_errors"].values()) * 10 <= result["workloads"], result["upstream_errors"]
     assert result["backlog_with"] == 0

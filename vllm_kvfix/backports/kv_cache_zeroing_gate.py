@@ -108,37 +108,47 @@ class Gate:
         for manager in upstream.managers(coordinator):
             self.set(manager, needs_zeroing=needs_zeroing)
 
-    def open(self, cache_manager: Any) -> None:
+    def before_zeroing_step(self, scheduler: Any) -> None:
         """Have managers record whose scheduler says that blocks are zeroed, should its cache's config say otherwise."""
-        for manager in upstream.managers(upstream.coordinator(cache_manager)):
-            if type(manager.new_block_ids) is DiscardedBlockIds and type(manager.kv_cache_spec) in self.recorded_types:
-                self.set(manager, needs_zeroing=True)
+        try:
+            for manager in upstream.managers(upstream.coordinator(scheduler.kv_cache_manager)):
+                shut = type(manager.new_block_ids) is DiscardedBlockIds
+                if shut and type(manager.kv_cache_spec) in self.recorded_types:
+                    self.set(manager, needs_zeroing=True)
+        except Exception as error:  # noqa: BLE001  # nothing of ours may reach vLLM
+            faults.note("Scheduler.schedule", error)
 
-    def drain(self, cache_manager: Any) -> None:
+    def after_step(self, scheduler: Any) -> None:
         """Empty every list of a scheduler that zeroes nothing; whoever had one to empty gets its gate closed.
 
-        What piled up before we came is given back in slices, ``RELEASED_PER_STEP`` ids a call.
+        Runs after every step, so it goes straight along the attributes: accessors would double its cost.
         """
         try:
-            managers = upstream.managers(upstream.coordinator(cache_manager))
+            for manager in scheduler.kv_cache_manager.coordinator.single_type_managers:
+                if manager.new_block_ids:
+                    self.set(manager, needs_zeroing=False)
+            if self._leftovers:
+                self._release()
         except (
             AttributeError
         ):  # one from outside vLLM without these parts: the call that upstream makes is all there is
-            cache_manager.take_new_block_ids()
-            return
-        for manager in managers:
-            if manager.new_block_ids:
-                self.set(manager, needs_zeroing=False)
-        if self._leftovers:
-            ids = self._leftovers[-1]
-            del ids[-RELEASED_PER_STEP:]
-            if not ids:
-                self._leftovers.pop()
+            self._drain_whole(scheduler)
+        except Exception as error:  # noqa: BLE001  # nothing of ours may reach vLLM
+            faults.note("Scheduler.schedule", error)
 
-    @property
-    def leftover(self) -> int:
-        """Ids that piled up before the gate came and are not given back yet."""
-        return sum(map(len, self._leftovers))
+    @staticmethod
+    def _drain_whole(scheduler: Any) -> None:
+        try:
+            scheduler.kv_cache_manager.take_new_block_ids()
+        except Exception as error:  # noqa: BLE001  # nothing of ours may reach vLLM
+            faults.note("Scheduler.schedule", error)
+
+    def _release(self) -> None:
+        """Give back some of what piled up before we came: at most ``RELEASED_PER_STEP`` ids a call."""
+        ids = self._leftovers[-1]
+        del ids[-RELEASED_PER_STEP:]
+        if not ids:
+            self._leftovers.pop()
 
 
 def _manager_init(
@@ -157,15 +167,19 @@ def _manager_init(
         except Exception as error:  # noqa: BLE001  # nothing of ours may reach vLLM
             faults.note("SingleTypeKVCacheManager.__init__", error)
 
-    __init__.__signature__ = _with_flag(inspect.signature(original))  # type: ignore[attr-defined]  # PEP 362
+    signature = _signature(original)
+    flag = inspect.Parameter(upstream.FLAG, inspect.Parameter.KEYWORD_ONLY, default=False, annotation="bool")
+    parameters = sorted([*signature.parameters.values(), flag], key=lambda parameter: parameter.kind)
+    __init__.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]  # PEP 362
     return __init__
 
 
-def _with_flag(signature: inspect.Signature) -> inspect.Signature:
-    """``signature`` with the flag as its last keyword, before any ``**kwargs``."""
-    flag = inspect.Parameter(upstream.FLAG, inspect.Parameter.KEYWORD_ONLY, default=False, annotation="bool")
-    parameters = [*signature.parameters.values(), flag]
-    return signature.replace(parameters=sorted(parameters, key=lambda parameter: parameter.kind))
+def _signature(function: Callable[..., Any], *, follow_wrapped: bool = True) -> inspect.Signature:
+    """The signature of ``function``; ``(*args, **kwargs)`` where it tells none, as compiled wrappers may."""
+    try:
+        return inspect.signature(function, follow_wrapped=follow_wrapped)
+    except (TypeError, ValueError):
+        return inspect.signature(lambda *args, **kwargs: (args, kwargs))
 
 
 def _take_new_block_ids(_: ModuleType, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -200,22 +214,41 @@ def _cache_manager_init(gate: Gate, _: ModuleType, original: Callable[..., Any])
 
 
 def _schedule(gate: Gate, _: ModuleType, original: Callable[..., Any]) -> Callable[..., Any]:
-    def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
-        needs_zeroing = self.needs_kv_cache_zeroing
-        if needs_zeroing:
-            try:
-                gate.open(self.kv_cache_manager)
-            except Exception as error:  # noqa: BLE001  # nothing of ours may reach vLLM
-                faults.note("Scheduler.schedule", error)
-            return original(self, *args, **kwargs)
-        output = original(self, *args, **kwargs)
-        try:
-            gate.drain(self.kv_cache_manager)
-        except Exception as error:  # noqa: BLE001  # nothing of ours may reach vLLM
-            faults.note("Scheduler.schedule", error)
+    # Passing arguments on by * and ** costs more than all the rest, so the two signatures of the affected releases have
+    # a wrapper each; whatever another plugin may have put there has the third.
+    def without_arguments(self: Any) -> Any:
+        if self.needs_kv_cache_zeroing:
+            gate.before_zeroing_step(self)
+            return original(self)
+        output = original(self)
+        gate.after_step(self)
         return output
 
-    return schedule
+    def with_throttle(self: Any, throttle_prefills: bool = False) -> Any:  # noqa: FBT001,FBT002  # upstream's own
+        if self.needs_kv_cache_zeroing:
+            gate.before_zeroing_step(self)
+            return original(self, throttle_prefills)
+        output = original(self, throttle_prefills)
+        gate.after_step(self)
+        return output
+
+    def with_any(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.needs_kv_cache_zeroing:
+            gate.before_zeroing_step(self)
+            return original(self, *args, **kwargs)
+        output = original(self, *args, **kwargs)
+        gate.after_step(self)
+        return output
+
+    # Of the function itself: a wrapper of another plugin's may take more than what it wraps.
+    parameters = _signature(original, follow_wrapped=False).parameters.values()
+    match [(parameter.name, parameter.default) for parameter in parameters]:
+        case [("self", _)]:
+            return without_arguments
+        case [("self", _), ("throttle_prefills", False)]:
+            return with_throttle
+        case _:
+            return with_any
 
 
 def _sites(sources: Sources, announce: Callable[[], None]) -> tuple[Site, ...]:
