@@ -17,8 +17,8 @@ help: ## show this list
 
 $(UV):
 	@echo "installing uv into .tools (once)"
-	@$(PYTHON) -m pip install --quiet --disable-pip-version-check --root-user-action=ignore --target .tools uv 2>&1 | grep -v '^WARNING' || true
-	@test -x $(UV) || { echo "no uv: '$(PYTHON) -m pip install --target .tools uv' failed; is pip there and the package index reachable?" >&2; exit 1; }
+	@PIP_ROOT_USER_ACTION=ignore PIP_DISABLE_PIP_VERSION_CHECK=1 $(PYTHON) -m pip install --quiet --target .tools uv
+	@test -x $(UV) || { echo "pip put no uv into .tools; look at what it said above" >&2; exit 1; }
 
 demo: $(UV) ## leak shown on a real engine, fix applied, line goes flat; writes a picture (some 6 GB the first time)
 	$(RUN) vllm-kvfix demo $(ARGS)

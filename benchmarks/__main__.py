@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import patch_cost
+from benchmarks import patch_cost, ring_tearing
 
-BENCHMARKS = (patch_cost,)
+BENCHMARKS = (patch_cost, ring_tearing)
 
 
 def main() -> int:

@@ -24,6 +24,7 @@ EDGES = {
     "patching": set(),
     "import_hook": set(),
     "environment": set(),
+    "ring": {"ring"},
     "faults": {"upstream"},
     "backports": {"upstream", "patching", "faults", "backports"},
     "guard": {"upstream", "backports"},
