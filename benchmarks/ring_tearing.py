@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether a reader ever accepts a torn frame: `python -m benchmarks.ring_tearing [--frames 10000000] [--json]`.
 
-One process writes frames at full speed into a small ring, another reads them; they share nothing but the file. Each frame
+One process writes frames at full speed into a small ring, another reads them; they share nothing but the file. A frame
 says in its payload what the whole of it must be, apart from the checksum by which the reader decides. What the writer
 laps is lost and counted: read and lost must add up to what was written.
 """
