@@ -175,6 +175,6 @@ def lines(status: Status) -> list[tuple[str, str]]:
             ("  state", f"{state}: {backport.reason}"),
         ]
         if status.leaking_models:
-            rows.append(("  models", "; ".join(status.leaking_models)))
+            rows.append(("  leaks for", f"{'; '.join(status.leaking_models)}; never for models with Mamba layers"))
         rows.append(("  next step", backport.next_step or "none"))
     return rows
