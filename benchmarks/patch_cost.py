@@ -109,11 +109,12 @@ class _Load:
 def _make(kind: str, running: int, *, patched: bool) -> _Load:
     """A scheduler made without or with the back-port in force, and the `schedule()` that then was in its class."""
     from tests.contract import driver as d  # noqa: PLC0415  only in a release's process
+    from tests.contract import running_release  # noqa: PLC0415  as above
     from vllm_kvfix import plugin  # noqa: PLC0415  the package under test
 
     if patched:
         plugin.register()
-    schedule = d.module("vllm.v1.core.sched.scheduler").Scheduler.__dict__["schedule"]
+    schedule = running_release.module("vllm.v1.core.sched.scheduler").Scheduler.__dict__["schedule"]
     made = d.make_scheduler(
         "full", num_blocks=running * 30 + 64, max_num_seqs=running, max_num_batched_tokens=max(running * 64, 512)
     )
@@ -200,11 +201,14 @@ def _memory() -> dict[str, float]:
 def _inside(release: str) -> dict[str, Any]:
     """Everything that is measured in the release's process."""
     from tests.contract import driver as d  # noqa: PLC0415  only in a release's process
-    from tests.contract import replaced  # noqa: PLC0415  as above
+    from tests.contract import (  # noqa: PLC0415  only in a release's process
+        replaced,
+        running_release,
+    )
     from vllm_kvfix import plugin  # noqa: PLC0415  the package under test
 
-    if d.release() != release:
-        raise SystemExit(f"asked for vLLM {release}, but sys.path has {d.release()}")
+    if running_release.release() != release:
+        raise SystemExit(f"asked for vLLM {release}, but sys.path has {running_release.release()}")
     d.make_scheduler()
     before = replaced.picture()
     plugin.register()
@@ -228,8 +232,8 @@ _START = """
 import sys, time
 if {core}:
     sys.path.append({root!r})
-    from tests.contract import driver
-    driver.module("vllm.v1.core.sched.scheduler")
+    from tests.contract import running_release
+    running_release.module("vllm.v1.core.sched.scheduler")
 before = time.perf_counter()
 from vllm_kvfix import plugin
 plugin.register()

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drive the real `Scheduler` of whichever vLLM release is first on `sys.path`, without running a model.
 
-Everything that differs between releases is hidden here: constructor signatures, spec classes that do not
-exist yet, fields of `ModelRunnerOutput`, attributes that old releases ask of `torch._C._cpu`. The callers see
-`make_scheduler`, and on what it returns `add_request`, `step`, `finish`, `reset_prefix_cache`; and beside it
-`backlog`, `allocated` and `snapshot`.
+What differs between releases is hidden here and in the modules beside it: constructor signatures, spec classes
+that do not exist yet, fields of `ModelRunnerOutput`, attributes that old releases ask of `torch._C._cpu`. Callers see
+`make_scheduler`, and on what it returns `add_request`, `step`, `finish`, `reset_prefix_cache`; and `backlog` and
+`allocated`.
 
 Deterministic: token ids, accepted draft tokens and connector answers depend on request names and counts alone,
 so the same operations on two schedulers must give the same stream of outputs.
@@ -14,19 +14,17 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import enum
 import functools
-import importlib
-import inspect
 import json
-import os
 import sys
 import tempfile
-import types
-import zlib
 from collections import Counter, deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from tests.contract.connectors import connector_config
+from tests.contract.families import FAMILIES, kv_cache_config
+from tests.contract.running_release import code, fitting, module, release
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,13 +34,6 @@ BLOCK_SIZE = 16
 MAX_MODEL_LEN = 512
 ASYNC_DEPTH = 1  # batches in flight beside the one being scheduled, as EngineCore's batch queue of two keeps
 
-_CPU_FEATURES = (
-    "_is_avx512_supported",
-    "_is_avx2_supported",
-    "_is_amx_tile_supported",
-    "_is_avx512_bf16_supported",
-    "_is_amx_fp16_supported",
-)
 
 _TINY_MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -60,87 +51,6 @@ _TINY_MODEL = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Family:
-    """One kind of model, as its KV-cache groups.
-
-    Attributes:
-        name: What reports call it.
-        specs: Class names in `vllm.v1.kv_cache_interface`, one per KV-cache group.
-        zeroing: Whether vLLM zeroes new blocks for it, so that the ids are needed.
-        flag_only: Whether the cache's config asks for that although no group has Mamba, as vendors' may.
-        connector: Whether external computed blocks can be mixed in.
-    """
-
-    name: str
-    specs: tuple[str, ...]
-    zeroing: bool = False
-    flag_only: bool = False
-    connector: bool = False
-
-
-FAMILIES: dict[str, Family] = {
-    f.name: f
-    for f in (
-        Family("full", ("FullAttentionSpec",), connector=True),
-        Family("mla", ("MLAAttentionSpec",), connector=True),
-        Family("turboquant", ("TQFullAttentionSpec",), connector=True),
-        Family("hidden-state", ("HiddenStateCacheSpec",)),
-        Family("sliding", ("SlidingWindowSpec",), connector=True),
-        Family("chunked-local", ("ChunkedLocalAttentionSpec",)),
-        Family("full+sliding", ("FullAttentionSpec", "SlidingWindowSpec")),
-        Family("full+cross", ("FullAttentionSpec", "CrossAttentionSpec")),
-        Family("full, zeroed", ("FullAttentionSpec",), zeroing=True, flag_only=True),
-        Family("full+mamba", ("FullAttentionSpec", "MambaSpec"), zeroing=True),
-    )
-}
-
-
-# -- the release --------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def prepare() -> None:
-    """Make this process able to import the release on `sys.path`; call before anything of vLLM is imported."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_PLUGINS", "")
-    import torch  # noqa: PLC0415  only the release's process has it
-
-    for name in _CPU_FEATURES:
-        if not hasattr(torch._C._cpu, name):
-            setattr(torch._C._cpu, name, lambda: False)
-
-
-def module(name: str) -> Any:
-    """A module of the release on `sys.path`, imported when first asked for."""
-    prepare()
-    return importlib.import_module(name)
-
-
-@functools.cache
-def release() -> str:
-    """The version that the sources on `sys.path` carry, e.g. "0.25.1", without a local part."""
-    return str(module("vllm._version").__version__).split("+", maxsplit=1)[0]
-
-
-@functools.cache
-def families() -> tuple[str, ...]:
-    """Names of the families whose spec classes this release has."""
-    interface = module("vllm.v1.kv_cache_interface")
-    has_flag = hasattr(interface.KVCacheConfig, "needs_kv_cache_zeroing")
-    return tuple(
-        n for n, f in FAMILIES.items() if all(hasattr(interface, s) for s in f.specs) and (has_flag or not f.flag_only)
-    )
-
-
-def fitting(cls: Any, **wanted: Any) -> Any:
-    """An instance of a class with those of the arguments that its constructor takes."""
-    accepted = inspect.signature(cls).parameters
-    return cls(**{k: v for k, v in wanted.items() if k in accepted})
 
 
 def _inspect_without_a_subprocess() -> None:
@@ -214,64 +124,9 @@ def _changed(config: Any, **changes: Any) -> Any:
     return result
 
 
-def _spec(name: str, block_size: int, *, mamba_cache_mode: str, spec_tokens: int) -> Any:
-    import torch  # noqa: PLC0415  only the release's process has it
-
-    cls = getattr(module("vllm.v1.kv_cache_interface"), name)
-    latent = name in {"MLAAttentionSpec", "HiddenStateCacheSpec"}
-    if name == "MambaSpec":
-        return fitting(
-            cls,
-            block_size=block_size,
-            shapes=((16, 16),),
-            dtypes=(torch.float32,),
-            mamba_cache_mode=mamba_cache_mode,
-            num_speculative_blocks=spec_tokens,
-        )
-    wanted: dict[str, Any] = {
-        "block_size": block_size,
-        "num_kv_heads": 1 if latent else 2,
-        "head_size": 64,
-        "dtype": torch.bfloat16,
-    }
-    if name == "TQFullAttentionSpec":
-        wanted["tq_slot_size"] = 64
-    if name == "SlidingWindowSpec":
-        wanted["sliding_window"] = 3 * block_size
-    if name == "ChunkedLocalAttentionSpec":
-        wanted["attention_chunk_size"] = 3 * block_size
-    return fitting(cls, **wanted)
-
-
-def kv_cache_config(
-    family: str, *, num_blocks: int, block_size: int, mamba_cache_mode: str = "none", spec_tokens: int = 0
-) -> Any:
-    """A hand-made `KVCacheConfig`: one group per spec of the family, one layer per group, no tensors."""
-    interface = module("vllm.v1.kv_cache_interface")
-    groups = [
-        interface.KVCacheGroupSpec(
-            [f"model.layers.{i}.attn"],
-            _spec(name, block_size, mamba_cache_mode=mamba_cache_mode, spec_tokens=spec_tokens),
-        )
-        for i, name in enumerate(FAMILIES[family].specs)
-    ]
-    cls = interface.KVCacheConfig
-    if FAMILIES[family].flag_only:
-        cls = type("ZeroedKVCacheConfig", (cls,), {"needs_kv_cache_zeroing": property(lambda _: True)})
-    return cls(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
-
-
-# -- a scheduler --------------------------------------------------------------------------------------------------
-
-
-def _code(*parts: object) -> int:
-    """A number that depends on the parts alone (`hash()` differs from process to process)."""
-    return zlib.crc32("/".join(map(str, parts)).encode())
-
-
 def prompt_tokens(seed: int, length: int) -> list[int]:
     """A prompt: two of the same seed share their common length, so prefix caching finds it."""
-    return [3 + _code("prompt", seed, i) % 500 for i in range(length)]
+    return [3 + code("prompt", seed, i) % 500 for i in range(length)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -353,7 +208,7 @@ def vllm_config(options: Options) -> Any:
             speculative, num_speculative_tokens=options.spec_tokens, method=options.spec_method
         )
     if options.connector:
-        changes["kv_transfer_config"] = _connector_config(options.connector)
+        changes["kv_transfer_config"] = connector_config(options.connector)
     return _changed(base, **changes)
 
 
@@ -528,8 +383,8 @@ class Driver:
     def _tokens(self, name: str, drafts: int) -> list[int]:
         self._sampled[name] += 1
         turn = self._sampled[name]
-        accepted = _code("accepted", name, turn) % (drafts + 1)
-        return [3 + _code("token", name, turn, i) % 500 for i in range(accepted + 1)]
+        accepted = code("accepted", name, turn) % (drafts + 1)
+        return [3 + code("token", name, turn, i) % 500 for i in range(accepted + 1)]
 
     def _runner_output(self, output: Any, sampling: dict[str, bool]) -> Any:
         names = list(sampling)
@@ -563,82 +418,11 @@ class Driver:
     def _draft(self, sampling: dict[str, bool]) -> None:
         names = [n for n, s in sampling.items() if s and n in self.scheduler.requests]
         tokens = [
-            [3 + _code("draft", n, self._sampled[n], i) % 500 for i in range(self.options.spec_tokens)] for n in names
+            [3 + code("draft", n, self._sampled[n], i) % 500 for i in range(self.options.spec_tokens)] for n in names
         ]
         self.scheduler.update_draft_token_ids(
             module("vllm.v1.outputs").DraftTokenIds(req_ids=names, draft_token_ids=tokens)
         )
-
-
-# -- connectors ---------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def _remote_connector() -> Any:  # noqa: C901  one small class, made when vLLM is there
-    """A connector class that holds the tokens that a request names and loads them asynchronously."""
-    base = module("vllm.distributed.kv_transfer.kv_connector.v1.base")
-
-    @dataclasses.dataclass
-    class RemoteMetadata(base.KVConnectorMetadata):  # type: ignore[misc, name-defined]  # vLLM is Any here
-        loads: list[tuple[str, tuple[tuple[int, ...], ...], int]]
-
-    class RemoteConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[misc, name-defined]  # as above
-        def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
-            super().__init__(vllm_config, role, kv_cache_config)
-            self._asked: set[str] = set()
-            self._loads: list[tuple[str, tuple[tuple[int, ...], ...], int]] = []
-
-        def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-            wanted = (request.kv_transfer_params or {}).get("external", 0)
-            if request.request_id in self._asked:
-                return 0, False
-            found = min(wanted, request.num_tokens - 1) - num_computed_tokens
-            if found <= 0:
-                return 0, False
-            return found, _code("async", request.request_id) % 3 > 0
-
-        def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-            if num_external_tokens:
-                self._asked.add(request.request_id)
-                ids = tuple(tuple(group) for group in blocks.get_block_ids())
-                self._loads.append((request.request_id, ids, num_external_tokens))
-
-        def build_connector_meta(self, scheduler_output: Any) -> Any:
-            del scheduler_output
-            loads, self._loads = self._loads, []
-            return RemoteMetadata(loads)
-
-        def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, None]:
-            del request, block_ids
-            return False, None
-
-        def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:
-            del request, block_ids
-            return False, None
-
-        def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None: ...
-
-        def wait_for_layer_load(self, layer_name: str) -> None: ...
-
-        def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None: ...
-
-        def wait_for_save(self) -> None: ...
-
-    return RemoteConnector
-
-
-@functools.cache
-def _connector_config(kind: str) -> Any:
-    factory = module("vllm.distributed.kv_transfer.kv_connector.factory").KVConnectorFactory
-    name = "DecodeBenchConnector"
-    if kind == "remote":
-        name = "KvfixRemoteConnector"
-        made = types.ModuleType("kvfix_remote_connector")
-        made.KvfixRemoteConnector = _remote_connector()  # type: ignore[attr-defined]  # made for the factory
-        sys.modules[made.__name__] = made
-        if name not in factory._registry:
-            factory.register_connector(name, made.__name__, name)
-    return module("vllm.config").KVTransferConfig(kv_connector=name, kv_role="kv_both", engine_id="contract")
 
 
 # -- measuring ----------------------------------------------------------------------------------------------------
@@ -686,79 +470,3 @@ def allocated(driver: Driver) -> tuple[int, ...]:
         msg = f"{driver.counts[-1]} blocks were taken by no known manager"
         raise AssertionError(msg)
     return tuple(driver.counts[i] for i in range(len(driver.managers)))
-
-
-# -- comparing ----------------------------------------------------------------------------------------------------
-
-_PLAIN = (int, float, str, bytes, bool, type(None))
-
-
-def snapshot(value: Any) -> Any:
-    """A plain structure with every field of a `SchedulerOutput`, recursively; equal if and only if they are equal.
-
-    Order is kept where Python keeps one (lists, tuples, dicts); sets are sorted. Types are part of it.
-
-    Raises:
-        TypeError: An object whose state cannot be seen: nothing is skipped silently.
-    """
-    return _snapshot(value, ())
-
-
-def _snapshot(value: Any, path: tuple[int, ...]) -> Any:  # noqa: PLR0911  one return per kind of value
-    if isinstance(value, _PLAIN) and not isinstance(value, enum.Enum):
-        return value
-    if id(value) in path:
-        return ("cycle", len(path) - path.index(id(value)))
-    path = (*path, id(value))
-    kind = type(value).__name__
-    if isinstance(value, enum.Enum):
-        return (kind, value.name)
-    if isinstance(value, dict):
-        return (kind, [(_snapshot(k, path), _snapshot(v, path)) for k, v in value.items()])
-    if isinstance(value, (list, tuple, deque)):
-        return (kind, [_snapshot(v, path) for v in value])
-    if isinstance(value, (set, frozenset)):
-        return (kind, sorted((_snapshot(v, path) for v in value), key=repr))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        state = [(f.name, _snapshot(getattr(value, f.name), path)) for f in dataclasses.fields(value)]
-        names = {f.name for f in dataclasses.fields(value)}
-        extra = {k: v for k, v in getattr(value, "__dict__", {}).items() if k not in names}
-        return (kind, state, _snapshot(extra, path))
-    return (kind, _opaque(value, path))
-
-
-def _opaque(value: Any, path: tuple[int, ...]) -> Any:
-    if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType)):
-        return f"{value.__module__}.{value.__qualname__}"
-    if hasattr(value, "tolist"):  # numpy arrays and tensors
-        return (str(value.dtype), tuple(value.shape), value.tolist())
-    if hasattr(value, "__struct_fields__"):  # msgspec
-        return [(n, _snapshot(getattr(value, n), path)) for n in value.__struct_fields__]
-    slots = [s for c in type(value).__mro__ for s in _as_tuple(c.__dict__.get("__slots__", ())) if hasattr(value, s)]
-    state = {**{s: getattr(value, s) for s in slots if s != "__dict__"}, **getattr(value, "__dict__", {})}
-    if not state and not hasattr(value, "__dict__"):
-        msg = f"cannot see the state of a {type(value).__module__}.{type(value).__qualname__}"
-        raise TypeError(msg)
-    return _snapshot(state, path)
-
-
-def _as_tuple(slots: Any) -> tuple[str, ...]:
-    return (slots,) if isinstance(slots, str) else tuple(slots)
-
-
-def differences(left: Any, right: Any, where: str = "output") -> list[str]:
-    """The places where two snapshots differ, as readable lines."""
-    if left == right and type(left) is type(right):
-        return []
-    if (
-        isinstance(left, (list, tuple))
-        and isinstance(right, (list, tuple))
-        and len(left) == len(right)
-        and len(left) > 0
-    ):
-        found = []
-        for i, (one, two) in enumerate(zip(left, right, strict=True)):
-            label = one[0] if isinstance(one, tuple) and one and isinstance(one[0], str) else i
-            found += differences(one, two, f"{where}.{label}")
-        return found
-    return [f"{where}: {left!r:.300} != {right!r:.300}"]

@@ -12,7 +12,7 @@ import functools
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from tests.contract import driver as d
+from tests.contract import running_release
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,7 +41,7 @@ def installed(owner: Any, name: str, value: Any) -> Iterator[None]:
 @functools.cache
 def accepted_by_managers() -> frozenset[str]:
     """Names of the arguments that this release's single-type managers take; asked first while all is stock."""
-    module = d.module("vllm.v1.core.single_type_kv_cache_manager")
+    module = running_release.module("vllm.v1.core.single_type_kv_cache_manager")
     functions = (module.get_manager_for_kv_cache_spec, module.SingleTypeKVCacheManager.__init__)
     return frozenset(name for f in functions for name in inspect.signature(f).parameters)
 
@@ -50,7 +50,9 @@ def accepted_by_managers() -> frozenset[str]:
 def accepted_by_coordinators() -> frozenset[str]:
     """Names of the arguments that this release's coordinators take; asked first while all is stock."""
     return frozenset(
-        inspect.signature(d.module("vllm.v1.core.kv_cache_coordinator").get_kv_cache_coordinator).parameters
+        inspect.signature(
+            running_release.module("vllm.v1.core.kv_cache_coordinator").get_kv_cache_coordinator
+        ).parameters
     )
 
 
@@ -62,9 +64,9 @@ def scheduler_class(*, starts_steps: bool) -> Any:
     Args:
         starts_steps: Whether it calls `new_step_starts()`; some do, some do not.
     """
-    base = d.module("vllm.v1.core.sched.scheduler").Scheduler
-    outputs = d.module("vllm.v1.core.sched.output")
-    running = d.module("vllm.v1.request").RequestStatus.RUNNING
+    base = running_release.module("vllm.v1.core.sched.scheduler").Scheduler
+    outputs = running_release.module("vllm.v1.core.sched.output")
+    running = running_release.module("vllm.v1.request").RequestStatus.RUNNING
 
     class OwnScheduler(base):  # type: ignore[misc, valid-type]  # vLLM is Any here
         def schedule(self, *_args: Any, **_kwargs: Any) -> Any:
@@ -102,9 +104,9 @@ def scheduler_class(*, starts_steps: bool) -> Any:
 
 def coordinator_class() -> Any:
     """A coordinator, without prefix cache, that makes its managers itself and never calls `super().__init__()`."""
-    coordinators = d.module("vllm.v1.core.kv_cache_coordinator")
-    managers = d.module("vllm.v1.core.single_type_kv_cache_manager")
-    pools = d.module("vllm.v1.core.block_pool")
+    coordinators = running_release.module("vllm.v1.core.kv_cache_coordinator")
+    managers = running_release.module("vllm.v1.core.single_type_kv_cache_manager")
+    pools = running_release.module("vllm.v1.core.block_pool")
 
     class OwnCoordinator(coordinators.KVCacheCoordinatorNoPrefixCache):  # type: ignore[misc, name-defined]  # Any
         def __init__(self, **given: Any) -> None:
@@ -113,7 +115,7 @@ def coordinator_class() -> Any:
             self.eagle_group_ids: set[int] = set()
             self.retention_interval = None
             config = self.kv_cache_config
-            self.block_pool = d.fitting(
+            self.block_pool = running_release.fitting(
                 pools.BlockPool,
                 num_gpu_blocks=config.num_blocks,
                 enable_caching=False,
@@ -133,7 +135,7 @@ def coordinator_class() -> Any:
 
 def cache_manager_class() -> Any:
     """A `KVCacheManager` that sets itself up and never calls `super().__init__()`."""
-    module = d.module("vllm.v1.core.kv_cache_manager")
+    module = running_release.module("vllm.v1.core.kv_cache_manager")
 
     class OwnCacheManager(module.KVCacheManager):  # type: ignore[misc, name-defined]  # vLLM is Any here
         def __init__(self, **given: Any) -> None:
@@ -155,10 +157,10 @@ def installed_classes(*, coordinator: bool, cache_manager: bool) -> Iterator[Non
     """The classes from outside in place of vLLM's, where vLLM looks them up."""
     with contextlib.ExitStack() as stack:
         if coordinator:
-            module = d.module("vllm.v1.core.kv_cache_manager")
+            module = running_release.module("vllm.v1.core.kv_cache_manager")
             stack.enter_context(installed(module, "get_kv_cache_coordinator", coordinator_class()))
         if cache_manager:
-            module = d.module("vllm.v1.core.sched.scheduler")
+            module = running_release.module("vllm.v1.core.sched.scheduler")
             stack.enter_context(installed(module, "KVCacheManager", cache_manager_class()))
         yield
 
@@ -181,6 +183,6 @@ def wrapped(*, wraps: bool) -> Iterator[list[str]]:
     calls: list[str] = []
     with contextlib.ExitStack() as stack:
         for module, cls, name in WRAPPED:
-            owner = getattr(d.module(module), cls)
+            owner = getattr(running_release.module(module), cls)
             stack.enter_context(installed(owner, name, _wrapper(owner.__dict__[name], calls, wraps=wraps)))
         yield calls

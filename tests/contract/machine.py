@@ -20,6 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from tests import releases
 from tests.contract import driver as d
+from tests.contract import families, running_release, snapshots
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -116,13 +117,13 @@ REQUIRED: tuple[str, ...] = (
 
 def required() -> tuple[str, ...]:
     """The names that `Totals.coverage` must hold for the release in this process."""
-    zeroes = ("ids to zero",) if "full+mamba" in d.families() and _release().when != "before" else ()
+    zeroes = ("ids to zero",) if "full+mamba" in families.families() and _release().when != "before" else ()
     drawn = {theme.family for theme in THEMES}
-    return (*REQUIRED, *zeroes, *(f"family {name}" for name in d.families() if name in drawn))
+    return (*REQUIRED, *zeroes, *(f"family {name}" for name in families.families() if name in drawn))
 
 
 def _release() -> releases.Release:
-    return releases.BY_VERSION[d.release()]
+    return releases.BY_VERSION[running_release.release()]
 
 
 # -- operations ---------------------------------------------------------------------------------------------------
@@ -134,7 +135,7 @@ def perform(driver: d.Driver, operation: Operation) -> Any:
     try:
         if kind == "step":
             # The snapshot comes before the answer: later steps change lists that the output shares.
-            output = d.snapshot(driver.schedule())
+            output = snapshots.snapshot(driver.schedule())
             depth = d.ASYNC_DEPTH if driver.options.async_scheduling else 0
             while driver.in_flight > depth:
                 driver.update()
@@ -272,7 +273,7 @@ class Stock:
 
     def _check_backlog(self, kind: str) -> None:
         """The leak is there, and is what the recording managers allocated; else the comparison proves nothing."""
-        release, family = _release(), d.FAMILIES[self.options["family"]]
+        release, family = _release(), families.FAMILIES[self.options["family"]]
         if family.zeroing or (not release.affected and kind != "step"):
             return
         expected = tuple(
@@ -292,7 +293,7 @@ def replay(stock: Stock) -> int:
     """
     from vllm_kvfix import plugin  # noqa: PLC0415  the package under test, only in a release's process
 
-    family = d.FAMILIES[stock.options["family"]]
+    family = families.FAMILIES[stock.options["family"]]
     longest = 0
     plugin.register()
     try:
@@ -302,7 +303,7 @@ def replay(stock: Stock) -> int:
             outcome = perform(driver, operation)
             lists = d.backlog(driver)
             if outcome != stock.outcomes[number]:
-                found = d.differences(stock.outcomes[number], outcome)
+                found = snapshots.differences(stock.outcomes[number], outcome)
                 raise MismatchError(_where(stock, number, "differs: " + "\n  ".join(found)))
             if family.zeroing:
                 if lists != stock.lists[number]:
@@ -323,9 +324,8 @@ def _check_applied(plugin: Any) -> None:
     affected = _release().affected
     for report in plugin.report():
         if bool(report.replaced) != affected:
-            msg = (
-                f"vLLM {d.release()}: affected is {affected}, but the plugin says {report.decision}, {report.replaced}"
-            )
+            said = f"{report.decision}, {report.replaced}"
+            msg = f"vLLM {running_release.release()}: affected is {affected}, but the plugin says {said}"
             raise MismatchError(msg)
     if affected and not plugin.report():
         msg = "register() left no report"
@@ -334,7 +334,7 @@ def _check_applied(plugin: Any) -> None:
 
 def _where(stock: Stock, number: int, what: str) -> str:
     history = "\n".join(f"  {i:3} {op}" for i, op in enumerate(stock.operations[: number + 1]))
-    return f"vLLM {d.release()}, operation {number} of {stock.options}: {what}\n{history}"
+    return f"vLLM {running_release.release()}, operation {number} of {stock.options}: {what}\n{history}"
 
 
 # -- the machine --------------------------------------------------------------------------------------------------
@@ -343,7 +343,7 @@ def _where(stock: Stock, number: int, what: str) -> str:
 @st.composite
 def options(draw: st.DrawFn, theme: Theme) -> dict[str, Any]:
     """Options of a scheduler, as the theme fixes or chance draws them."""
-    family = d.FAMILIES[theme.family]
+    family = families.FAMILIES[theme.family]
     groups = len(family.specs)
     drawn: dict[str, Any] = {
         "num_blocks": draw(st.sampled_from((18, 24, 40, 64))) * groups,
@@ -419,7 +419,7 @@ def make_machine(theme: Theme, totals: Totals) -> type[RuleBasedStateMachine]:  
             totals.backlog_with = max(totals.backlog_with, replay(stock))
             totals.workloads += 1
             totals.distinct.add(hash(repr((stock.options, stock.operations))))
-            totals.backlog_without += 0 if d.FAMILIES[theme.family].zeroing else sum(stock.lists[-1])
+            totals.backlog_without += 0 if families.FAMILIES[theme.family].zeroing else sum(stock.lists[-1])
             totals.outputs += sum(kind == "step" for kind, _ in stock.operations)
             totals.coverage.update(stock.coverage)
             if stock.broken is not None:
@@ -431,7 +431,7 @@ def make_machine(theme: Theme, totals: Totals) -> type[RuleBasedStateMachine]:  
 
 def shares(workloads: int) -> Iterator[tuple[Theme, int]]:
     """The themes that this release can have, each with its share of the workloads (at least one)."""
-    themes = [t for t in THEMES if t.family in d.families()]
+    themes = [t for t in THEMES if t.family in families.families()]
     for number, theme in enumerate(themes):
         share = workloads // len(themes) + (number < workloads % len(themes))
         yield theme, max(share, 1)

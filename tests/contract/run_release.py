@@ -20,14 +20,14 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from tests import releases
-from tests.contract import driver, machine, replaced, scenarios
+from tests.contract import driver, machine, replaced, running_release, scenarios
 
 
 def examine(release: str, workloads: int, seed: int, *, shrink: bool = False) -> dict[str, Any]:
     """Run everything that is promised of one release; the result is plain JSON."""
     known = releases.BY_VERSION[release]
-    if driver.release() != release:
-        msg = f"asked for vLLM {release}, but sys.path has {driver.release()}"
+    if running_release.release() != release:
+        msg = f"asked for vLLM {release}, but sys.path has {running_release.release()}"
         raise SystemExit(msg)
     result: dict[str, Any] = {"release": release, "when": known.when, "seed": seed}
     totals = machine.Totals()

@@ -17,7 +17,7 @@ from typing import Any
 
 from tests import releases
 from tests.contract import driver as d
-from tests.contract import foreign
+from tests.contract import families, foreign, running_release, snapshots
 from tests.contract.machine import MismatchError
 
 PILED_UP = 300_000  # ids in a list that has grown for long
@@ -102,7 +102,7 @@ def _play(driver: d.Driver, between: Callable[[d.Driver, int], None] | None = No
             between(driver, number)
         if number == 5:  # somewhere in the middle
             driver.finish("r3")
-        played.outputs.append(d.snapshot(driver.step()))
+        played.outputs.append(snapshots.snapshot(driver.step()))
         played.lists.append(d.backlog(driver))
     driver.drain()
     if driver.scheduler.has_unfinished_requests():
@@ -133,9 +133,9 @@ def applied() -> Iterator[None]:
 def _compare(family: str, without: Played, patched: Played) -> dict[str, int]:
     """Hold the two runs against each other; gives the backlog of each at its end (with: its highest)."""
     if without.outputs != patched.outputs:
-        found = d.differences(("outputs", without.outputs), ("outputs", patched.outputs))
+        found = snapshots.differences(("outputs", without.outputs), ("outputs", patched.outputs))
         raise MismatchError("the outputs differ: " + "; ".join(found[:3]))
-    if d.FAMILIES[family].zeroing:
+    if families.FAMILIES[family].zeroing:
         if without.lists != patched.lists:
             msg = f"ids waiting {patched.lists}, stock {without.lists}"
             raise MismatchError(msg)
@@ -186,11 +186,11 @@ def _stray(driver: d.Driver, number: int) -> None:
 
 def _cases() -> Iterator[Case]:
     few = ("stock", "own schedule(), calls neither", "all three its own")
-    for family in d.families():
+    for family in families.families():
         if family == "full+cross":  # needs encoder tokens: a scenario of its own
             continue
-        for name in SETUPS if _records(family) or d.FAMILIES[family].zeroing else few:
-            if name == "all three its own" and d.FAMILIES[family].flag_only:
+        for name in SETUPS if _records(family) or families.FAMILIES[family].zeroing else few:
+            if name == "all three its own" and families.FAMILIES[family].flag_only:
                 continue  # nothing of vLLM's that knows the flag runs there, and there is no Mamba to tell
             yield Case(f"{name} / {family}", SETUPS[name], family)
     for family in ("full", "full+sliding"):
@@ -201,7 +201,7 @@ def _cases() -> Iterator[Case]:
 
 def _records(family: str) -> bool:
     """Whether this release records blocks of any group of a family."""
-    return bool(set(d.FAMILIES[family].specs) & set(releases.BY_VERSION[d.release()].records))
+    return bool(set(families.FAMILIES[family].specs) & set(releases.BY_VERSION[running_release.release()].records))
 
 
 def _wrapped_before(setup: Setup, family: str, *, wraps: bool) -> dict[str, int]:
@@ -231,7 +231,7 @@ def _wrapped_after(setup: Setup, family: str, *, wraps: bool) -> dict[str, int]:
 
 def _late(setup: Setup, family: str) -> dict[str, int]:
     """Applied to a scheduler that exists, works, and whose list has grown: it must give the memory back."""
-    zeroing = d.FAMILIES[family].zeroing
+    zeroing = families.FAMILIES[family].zeroing
     without = _play(_make(setup, family))
     driver = _make(setup, family)
     apply_at, piled = 10, 0
@@ -270,10 +270,14 @@ def _restore_under_a_wrapper() -> dict[str, int]:
     """`restore()` says which methods it cannot give back while somebody wraps ours, and breaks nothing."""
     from vllm_kvfix import plugin  # noqa: PLC0415  the package under test, only in a release's process
 
-    stock = {(m, c, n): getattr(d.module(m), c).__dict__[n] for m, c, n in foreign.WRAPPED}
+    stock = {(m, c, n): getattr(running_release.module(m), c).__dict__[n] for m, c, n in foreign.WRAPPED}
     plugin.register()
     try:
-        ours = {key for key, value in stock.items() if getattr(d.module(key[0]), key[1]).__dict__[key[2]] is not value}
+        ours = {
+            key
+            for key, value in stock.items()
+            if getattr(running_release.module(key[0]), key[1]).__dict__[key[2]] is not value
+        }
         with foreign.wrapped(wraps=True):
             left = plugin.restore()
             _play(_make(Setup(), "full"))
@@ -283,7 +287,7 @@ def _restore_under_a_wrapper() -> dict[str, int]:
             raise MismatchError(msg)
     finally:
         for (module, cls, name), value in stock.items():
-            setattr(getattr(d.module(module), cls), name, value)
+            setattr(getattr(running_release.module(module), cls), name, value)
     return {"left": len(left)}
 
 
@@ -297,7 +301,7 @@ def _cross_attention() -> dict[str, int]:
         for number in range(8):
             request = driver.add_request(f"r{number}", prompt_length=30 + 9 * number)
             blocks = cache.allocate_slots(request, request.num_tokens, num_encoder_tokens=100)
-            played.outputs.append(d.snapshot(blocks.get_block_ids()))
+            played.outputs.append(snapshots.snapshot(blocks.get_block_ids()))
             played.lists.append(d.backlog(driver))
         return played
 
