@@ -200,3 +200,19 @@ def test_help_and_version_succeed(arguments: tuple[str, ...]) -> None:
 def test_there_is_no_colour_off_a_terminal() -> None:
     """Piped output holds no escape sequence."""
     assert "\x1b" not in vllm_kvfix("status").stdout
+
+
+def test_a_reader_that_stops_early_changes_neither_exit_code_nor_peace() -> None:
+    """With its output closed at the other end, status exits as ever and prints no traceback."""
+    with subprocess.Popen(
+        [sys.executable, "-S", "-m", "vllm_kvfix", "status"],
+        env={**os.environ, "PYTHONPATH": str(BARE[0])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd="/",
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait() == 2

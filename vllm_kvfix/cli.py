@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import sys
@@ -70,7 +71,7 @@ def _print_status(found: status.Status, out: TextIO, *, colour: bool) -> None:
     out.writelines(f"  {label:<{width}}  {value}\n" for label, value in rows)
 
 
-def _status(arguments: argparse.Namespace, environ: Mapping[str, str], out: TextIO) -> int:
+def _status(arguments: argparse.Namespace, environ: Mapping[str, str], out: TextIO, *, colour: bool) -> int:
     if arguments.python:
         try:
             there = environment.describe_other(arguments.python, upstream.PACKAGE, upstream.PLUGIN_GROUP)
@@ -86,7 +87,7 @@ def _status(arguments: argparse.Namespace, environ: Mapping[str, str], out: Text
     if arguments.json:
         out.write(json.dumps(found.as_json(), indent=2) + "\n")
     else:
-        _print_status(found, out, colour=out.isatty() and not environ.get("NO_COLOR"))
+        _print_status(found, out, colour=colour)
     return found.exit_code
 
 
@@ -98,4 +99,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return demo(argv[1:])
     arguments = _parser().parse_args(argv)
-    return _status(arguments, os.environ, sys.stdout)
+    out = io.StringIO()
+    code = _status(arguments, os.environ, out, colour=sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
+    try:
+        sys.stdout.write(out.getvalue())
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` and its like: the exit code still says all
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return code

@@ -52,7 +52,7 @@ class Status:
     plugin_allowed: bool
     """Whether ``VLLM_PLUGINS`` lets our entry point load."""
     leaking_models: tuple[str, ...]
-    """Families of models whose blocks are recorded on this vLLM; empty where it is not affected."""
+    """Families of models that leak on this vLLM; empty where it is not affected, or that cannot be told."""
     backports: tuple[BackportStatus, ...]
     exit_code: int
 
@@ -82,7 +82,7 @@ def collect(environment: Environment, environ: Mapping[str, str]) -> Status:
         _backport_status(backport, guard.decide(backport, installation, sources, mode), environment, loads=loads)
         for backport in BACKPORTS
     )
-    affected = any(b.affected is not False for b in backports)
+    affected = any(b.affected for b in backports)
     return Status(
         python=environment.python,
         executable=environment.executable,
