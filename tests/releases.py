@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm_kvfix.demo.environment import cache_folder, ensure
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -68,15 +70,6 @@ RELEASES: tuple[Release, ...] = (
 )
 BY_VERSION: Mapping[str, Release] = {r.version: r for r in RELEASES}
 AFFECTED: tuple[str, ...] = tuple(r.version for r in RELEASES if r.affected)
-
-
-def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where everything fetched is kept: `$VLLM_KVFIX_CACHE`, else `vllm-kvfix` in the user's cache folder."""
-    named = environ.get("VLLM_KVFIX_CACHE")
-    if named:
-        return Path(named)
-    base = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "vllm-kvfix"
 
 
 def sources(release: str) -> Path:
@@ -145,9 +138,7 @@ def contract_python(environ: Mapping[str, str] = os.environ) -> Path:
     named = environ.get("VLLM_KVFIX_CONTRACT_PYTHON")
     if named:
         return Path(named)
-    from vllm_kvfix.demo.environment import ensure  # noqa: PLC0415  making one takes minutes: only if asked
-
-    return Path(ensure(ENGINE_RELEASE).python)
+    return ensure(ENGINE_RELEASE).python
 
 
 def environment(release: str, package: Path, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
