@@ -106,8 +106,10 @@ def main(argv: list[str] | None = None) -> int:
     """
     options = _parse(argv)
     progress = Progress(sys.stderr)
-    # An ended `make` or a closed terminal must end the engine as well.
-    previous = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    # An ended `make` or a closed terminal must end the engine as well; and a shell that starts us in the background has
+    # had SIGINT ignored, which we would inherit.
+    stops = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    previous = {number: signal.signal(number, _interrupt) for number in stops}
     try:
         return _demo(options, progress)
     except KeyboardInterrupt:
