@@ -107,6 +107,8 @@ def engine_environ(settings: Mapping[str, str], python_path: Sequence[Path]) -> 
     home = cache_folder() / "vllm"
     environ |= {
         "VLLM_CPU_KVCACHE_SPACE": "1",
+        # Else vLLM compiles a few small functions at its start, and a machine without a C++ compiler cannot.
+        "TORCHDYNAMO_DISABLE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
