@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,8 @@ import pytest
 from tests.engine.harness import REQUESTS, Observed, listing
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.engine.harness import Workshop
 
 pytestmark = pytest.mark.engine
@@ -111,6 +114,26 @@ def test_nothing_of_ours_stays_behind(pair: Pair) -> None:
     """Once its folder is off the path the log has no line of the plugin, and no file of the environment changed."""
     assert pair.without.lines == []
     assert pair.before == pair.after
+
+
+def test_an_edited_release_is_left_alone_and_told_why(workshop: Workshop, tmp_path: Path) -> None:
+    """With one edited line in a target the engine serves and leaks as stock, and one WARNING says why."""
+    shutil.copytree(workshop.plugin, tmp_path / "site")
+    shutil.copytree(workshop.environment("0.25.1").site_packages / "vllm", tmp_path / "site/vllm", symlinks=True)
+    edited = tmp_path / "site/vllm/v1/core/sched/scheduler.py"
+    line = "        new_block_ids_to_zero = (\n"
+    source = edited.read_text()
+    assert source.count(line) == 1
+    edited.write_text(source.replace(line, f"        # a vendor's comment\n{line}"))
+    observed = workshop.observe("0.25.1", "edited by a vendor", tmp_path / "site")
+    assert observed.counts["failed"] == 0
+    for sample in observed.samples:
+        assert sum(sample.backlog) == sample.allocated
+    (said,) = observed.lines
+    assert f"pid={observed.cores[0]}) WARNING" in said
+    assert "NOT applied to vLLM 0.25.1" in said
+    assert "Scheduler.schedule (source " in said
+    assert "Next step: set VLLM_KVFIX_PATCH=force" in said
 
 
 def test_every_engine_core_is_fixed_and_says_so(workshop: Workshop) -> None:
