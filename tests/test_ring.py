@@ -10,6 +10,7 @@ import random
 import re
 import subprocess
 import sys
+import time
 from array import array
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ from vllm_kvfix.ring.writer import Origin, RingWriter
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+    from types import ModuleType
 
 WORDS = st.integers(0, layout.WORD_MASK)
 BOOT = bytes(range(16))
@@ -57,6 +59,16 @@ def test_the_header_says_what_the_writer_was_told(folder: Path) -> None:
     assert (header.pid, header.start_time, header.boot_id, header.capacity) == (os.getpid(), 7, BOOT, 64)
     assert (header.vllm_version, header.patch_state, header.dropped) == ("0.25.1", "applied", 3)
     assert writer.path.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("wall_ns", [0, 1_800_000_000 * 10**9])
+def test_a_clock_behind_the_uptime_has_a_negative_offset(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, wall_ns: int
+) -> None:
+    """A wall clock that says less than the uptime, as before the first time sync, is written and read back."""
+    monkeypatch.setattr(time, "time_ns", lambda: wall_ns)
+    monkeypatch.setattr(time, "monotonic_ns", lambda: 5 * 10**9)
+    assert RingReader(make(folder).path).header.clock_offset_ns == wall_ns - 5 * 10**9
 
 
 class TestRoundTrip:
@@ -214,29 +226,21 @@ class TestWriterFaults:
             make(folder)
         assert (folder / "a.ring").read_text() == "theirs"
 
-    def test_a_full_disk_is_an_error_at_opening_and_leaves_nothing(
-        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize(
+        ("module", "function", "number"),
+        [(os, "posix_fallocate", errno.ENOSPC), (mmap, "mmap", errno.ENODEV)],
+        ids=["full disk", "filesystem without mmap"],
+    )
+    def test_what_the_disk_cannot_give_is_an_error_at_opening_and_leaves_nothing(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType, function: str, number: int
     ) -> None:
-        """If the blocks cannot be had, opening fails and the file is gone: storing later cannot fail."""
-
-        def full(*_: int) -> None:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        monkeypatch.setattr(os, "posix_fallocate", full)
-        with pytest.raises(OSError, match="No space left"):
-            make(folder)
-        assert list(folder.iterdir()) == []
-
-    def test_no_mmap_is_an_error_at_opening_and_leaves_nothing(
-        self, folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """On a filesystem without mmap opening fails and the file is gone."""
+        """If blocks or mapping cannot be had, opening fails and the file is gone: storing later cannot fail."""
 
         def refuse(*_: int) -> None:
-            raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
+            raise OSError(number, os.strerror(number))
 
-        monkeypatch.setattr(mmap, "mmap", refuse)
-        with pytest.raises(OSError, match="No such device"):
+        monkeypatch.setattr(module, function, refuse)
+        with pytest.raises(OSError, match=os.strerror(number)):
             make(folder)
         assert list(folder.iterdir()) == []
 

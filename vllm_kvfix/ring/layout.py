@@ -11,7 +11,7 @@ first page; the body follows it::
     3     24    pid             the writer's, as its own PID namespace counts
     4     32    start time      of that process: clock ticks since boot (field 22 of /proc/PID/stat)
     5-6   40    boot id         the 16 bytes of /proc/sys/kernel/random/boot_id
-    7     56    clock offset    time_ns - monotonic_ns, refreshed with the heartbeat
+    7     56    clock offset    time_ns - monotonic_ns, two's complement, refreshed with the heartbeat
     8     64    heartbeat       monotonic_ns of the last frame
     9     72    claim           words claimed so far: the body may be in the making up to here
     10    80    head            words published so far: frames up to here are whole
@@ -32,8 +32,8 @@ The body is a ring: word ``p`` of all that was ever written lies at ``p % capaci
     3     events in this frame << 32 | CRC-32 of the frame with this word's low half 0
     4...  payload
 
-*Who writes which byte when.* Before the file has its name, the writer fills words 1 to 31, and word 0 last. After that
-it alone stores: ``claim``; then the frame, by slices; then ``events``, ``heartbeat``, ``clock offset``; then ``head``.
+*Who writes which byte when.* The writer fills words 1 to 31 of a new file, and word 0 last. After that it alone
+stores: ``claim``; then the frame, by slices; then ``events``, ``heartbeat``, ``clock offset``; then ``head``.
 Each header field is one aligned 8-byte store. A reader copies the body first and reads ``claim`` after it: what lies
 before ``claim - capacity`` may have been overwritten meanwhile. Position and checksum decide about the rest, since a
 machine may reorder stores.
@@ -63,7 +63,6 @@ SCHEMA_WORD = 1
 CAPACITY_WORD = 2
 PID_WORD = 3
 START_TIME_WORD = 4
-BOOT_ID_WORD = 5
 CLOCK_OFFSET_WORD = 7
 HEARTBEAT_WORD = 8
 CLAIM_WORD = 9
@@ -72,6 +71,7 @@ EVENTS_WORD = 11
 DROPPED_WORD = 12
 PATCH_STATE_WORD = 13
 ENGINE_INDEX_WORD = 14
+BOOT_ID_BYTES = slice(40, 56)
 VLLM_VERSION_BYTES = slice(128, 192)
 PLUGIN_VERSION_BYTES = slice(192, 256)
 

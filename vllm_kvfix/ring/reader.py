@@ -122,7 +122,7 @@ class RingReader:
             capacity=self._capacity,
             pid=words[layout.PID_WORD],
             start_time=words[layout.START_TIME_WORD],
-            boot_id=words[layout.BOOT_ID_WORD : layout.BOOT_ID_WORD + 2].tobytes(),
+            boot_id=data[layout.BOOT_ID_BYTES],
             clock_offset_ns=offset - (1 << 64) if offset >> 63 else offset,
             heartbeat_ns=words[layout.HEARTBEAT_WORD],
             claim=words[layout.CLAIM_WORD],

@@ -72,28 +72,26 @@ class RingWriter:
         words = memoryview(self._map).cast("B").cast("Q")
         self._header = words[: layout.HEADER_BYTES // layout.WORD]
         self._body = words[layout.HEADER_BYTES // layout.WORD :]
-        for field, text in (
-            (layout.VLLM_VERSION_BYTES, origin.vllm_version),
-            (layout.PLUGIN_VERSION_BYTES, origin.plugin_version),
+        for field, content in (
+            (layout.BOOT_ID_BYTES, origin.boot_id),
+            (layout.VLLM_VERSION_BYTES, origin.vllm_version.encode()),
+            (layout.PLUGIN_VERSION_BYTES, origin.plugin_version.encode()),
         ):
             room = field.stop - field.start
-            self._map[field] = text.encode()[:room].ljust(room, b"\0")
+            self._map[field] = content[:room].ljust(room, b"\0")
         header = self._header
         header[layout.SCHEMA_WORD] = layout.SCHEMA
         header[layout.CAPACITY_WORD] = capacity
         header[layout.PID_WORD] = os.getpid()
         header[layout.START_TIME_WORD] = origin.start_time
-        header[layout.BOOT_ID_WORD] = int.from_bytes(origin.boot_id[:8], "little")
-        header[layout.BOOT_ID_WORD + 1] = int.from_bytes(origin.boot_id[8:16], "little")
         header[layout.ENGINE_INDEX_WORD] = origin.engine_index
         self._beat()
         header[layout.MAGIC_WORD] = layout.MAGIC
 
-    def _beat(self) -> int:
+    def _beat(self) -> None:
         now = time.monotonic_ns()
-        self._header[layout.CLOCK_OFFSET_WORD] = time.time_ns() - now
+        self._header[layout.CLOCK_OFFSET_WORD] = time.time_ns() - now & layout.WORD_MASK
         self._header[layout.HEARTBEAT_WORD] = now
-        return now
 
     def set_patch_state(self, state: str) -> None:
         """Say whether the fix is in force; ``state`` is one of ``layout.PATCH_STATES``."""
