@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_kvfix.demo.environment import cache_folder, ensure
+from vllm_kvfix.demo.environment import cache_folder, child_environ, ensure
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -151,10 +151,9 @@ def environment(release: str, package: Path, environ: Mapping[str, str] = os.env
     """
     python = contract_python(environ)
     path = [sources(release), package, libraries(python)]
-    result = {k: v for k, v in environ.items() if k not in _NOT_PASSED_ON}
+    result = {k: v for k, v in child_environ(environ).items() if k not in _NOT_PASSED_ON}
     return result | {
         "PYTHONPATH": os.pathsep.join(map(str, path)),
-        # Without byte code each process would compile vLLM anew: 22 s.
         "PYTHONPYCACHEPREFIX": str(cache_folder() / "bytecode"),
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
@@ -162,7 +161,7 @@ def environment(release: str, package: Path, environ: Mapping[str, str] = os.env
     }
 
 
-_NOT_PASSED_ON = frozenset({"PYTHONDONTWRITEBYTECODE", "VLLM_KVFIX_PATCH", "VLLM_KVFIX_OBSERVE", "VLLM_PLUGINS"})
+_NOT_PASSED_ON = frozenset({"VLLM_KVFIX_PATCH", "VLLM_KVFIX_OBSERVE", "VLLM_PLUGINS"})
 
 
 def _pip(*arguments: str) -> None:

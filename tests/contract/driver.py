@@ -15,7 +15,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import json
 import sys
 import tempfile
 from collections import Counter, deque
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from tests.contract.connectors import connector_config
 from tests.contract.families import FAMILIES, kv_cache_config
 from tests.contract.running_release import code, fitting, module, release
+from vllm_kvfix.demo.model import make_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,24 +33,6 @@ if TYPE_CHECKING:
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 512
 ASYNC_DEPTH = 1  # batches in flight beside the one being scheduled, as EngineCore's batch queue of two keeps
-
-
-_TINY_MODEL = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
-    "max_position_embeddings": 2048,
-    "torch_dtype": "bfloat16",
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-}
 
 
 def _inspect_without_a_subprocess() -> None:
@@ -81,11 +63,10 @@ def _base_config() -> tuple[Any, Any]:
     """The `VllmConfig` of the tiny model, and a `SpeculativeConfig` to copy from. Seconds, once a process."""
     _inspect_without_a_subprocess()
     with tempfile.TemporaryDirectory(prefix="kvfix-tiny-") as folder:
-        Path(folder, "config.json").write_text(json.dumps(_TINY_MODEL), encoding="utf-8")
         config = (
             module("vllm.engine.arg_utils")
             .EngineArgs(
-                model=folder,
+                model=str(make_model(Path(folder))),
                 skip_tokenizer_init=True,
                 enforce_eager=True,
                 load_format="dummy",

@@ -11,7 +11,7 @@ host memory creeps up for days. ``gc.freeze()`` hides the list from heap tools.
 *Which upstream change, and how does this differ?* PR #44490, first released in 0.26.0, in four parts: the managers take
 ``needs_kv_cache_zeroing`` and derive ``_record_new_block_ids``; recording asks it; the coordinator hands the flag on;
 ``schedule`` drains each step. Here the gate is the list itself: a manager that must not record holds a list that keeps
-nothing, so the recording lines stay upstream's own and cost less than before. Managers also learn the flag from
+nothing, so the recording lines stay upstream's own, and cost less where they record many. Managers also learn it from
 ``KVCacheManager.__init__``, for coordinators from outside vLLM that skip the base class; and a manager whom nobody
 told anything still records beside a Mamba manager of the same block pool.
 
@@ -129,9 +129,8 @@ class Gate:
                     self.set(manager, needs_zeroing=False)
             if self._leftovers:
                 self._release()
-        except (
-            AttributeError
-        ):  # one from outside vLLM without these parts: the call that upstream makes is all there is
+        except AttributeError:
+            # A cache manager from outside vLLM without these parts: the call that upstream makes is all there is.
             self._drain_whole(scheduler)
         except Exception as error:  # noqa: BLE001  # nothing of ours may reach vLLM
             faults.note("Scheduler.schedule", error)
