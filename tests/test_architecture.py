@@ -25,6 +25,7 @@ EDGES = {
     "import_hook": set(),
     "environment": set(),
     "ring": {"ring"},
+    "events": set(),
     "faults": {"upstream"},
     "backports": {"upstream", "patching", "faults", "backports"},
     "guard": {"upstream", "backports"},

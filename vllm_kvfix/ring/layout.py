@@ -19,7 +19,7 @@ first page; the body follows it::
     12    96    dropped         events given up: too large, or failed
     13    104   patch state     PATCH_STATES
     14    112   engine index    data-parallel rank
-    15    120   (reserved, 0)
+    15    120   locked          1: the writer holds a write lock on byte 0 of the file (fcntl) while it lives
     16-23 128   vLLM version    64 bytes of UTF-8, NUL-padded
     24-31 192   plugin version  64 bytes of UTF-8, NUL-padded
 
@@ -36,7 +36,7 @@ The body is a ring: word ``p`` of all that was ever written lies at ``p % capaci
 stores: ``claim``; then the frame, by slices; then ``events``, ``heartbeat``, ``clock offset``; then ``head``.
 Each header field is one aligned 8-byte store. A reader copies the body first and reads ``claim`` after it: what lies
 before ``claim - capacity`` may have been overwritten meanwhile. Position and checksum decide about the rest, since a
-machine may reorder stores.
+machine may reorder stores. The lock goes with the writer's process, whichever PID namespace or user a reader is in.
 
 *Worked example.* The first frame ever, one event, payload (1, 2), in bytes::
 
@@ -71,6 +71,7 @@ EVENTS_WORD = 11
 DROPPED_WORD = 12
 PATCH_STATE_WORD = 13
 ENGINE_INDEX_WORD = 14
+LOCKED_WORD = 15
 BOOT_ID_BYTES = slice(40, 56)
 VLLM_VERSION_BYTES = slice(128, 192)
 PLUGIN_VERSION_BYTES = slice(192, 256)

@@ -6,6 +6,7 @@ Reads by ``pread``, never by mapping: a file that is cut while mapped would kill
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
 from array import array
@@ -42,6 +43,7 @@ class Header:
     dropped: int
     patch_state: str
     engine_index: int
+    locked: bool
     vllm_version: str
     plugin_version: str
 
@@ -131,6 +133,7 @@ class RingReader:
             dropped=words[layout.DROPPED_WORD],
             patch_state=layout.PATCH_STATES[state] if state < len(layout.PATCH_STATES) else layout.PATCH_STATES[0],
             engine_index=words[layout.ENGINE_INDEX_WORD],
+            locked=words[layout.LOCKED_WORD] == 1,
             vllm_version=_text(data[layout.VLLM_VERSION_BYTES]),
             plugin_version=_text(data[layout.PLUGIN_VERSION_BYTES]),
         )
@@ -200,6 +203,22 @@ class RingReader:
         if words[at + 1] != self._tail or not layout.is_whole(words[at : at + n]):
             return None
         return Frame(words[at + 2], words[at + 3] >> 32, words[at + layout.FRAME_HEADER_WORDS : at + n])
+
+    def writer_is_gone(self) -> bool | None:
+        """Whether the writer's process has ended; None where the file cannot tell (its filesystem has no locks).
+
+        True means that no other process holds the writer's lock; asked by the writer's own process, it is always True.
+        """
+        if not self.header.locked:
+            return None
+        try:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB, 1)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return None
+        fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1)
+        return True
 
     def close(self) -> None:
         """Close the file."""

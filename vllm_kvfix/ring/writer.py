@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import mmap
 import os
 import time
@@ -60,9 +61,11 @@ class RingWriter:
         except OSError:
             with contextlib.suppress(OSError):
                 path.unlink()
-            raise
-        finally:
             os.close(descriptor)
+            raise
+        # Open for as long as we write: a process that closes any descriptor of a file loses its locks on it.
+        self._descriptor = descriptor
+        locked = _lock(descriptor)
         self.path = path
         self.capacity = capacity
         self.dropped = 0
@@ -85,6 +88,7 @@ class RingWriter:
         header[layout.PID_WORD] = os.getpid()
         header[layout.START_TIME_WORD] = origin.start_time
         header[layout.ENGINE_INDEX_WORD] = origin.engine_index
+        header[layout.LOCKED_WORD] = int(locked)
         self._beat()
         header[layout.MAGIC_WORD] = layout.MAGIC
 
@@ -137,3 +141,13 @@ class RingWriter:
         self._body.release()
         with contextlib.suppress(BufferError):
             self._map.close()
+        os.close(self._descriptor)
+
+
+def _lock(descriptor: int) -> bool:
+    """Hold a write lock on byte 0 until the process ends; False where this filesystem has no locks."""
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
+    except OSError:
+        return False
+    return True
