@@ -52,6 +52,7 @@ WARM_UP = 20  # steps before the first round
 BLOCKS = 200_000  # allocated for the memory figure
 STARTS = 15  # fresh processes for the light figure
 CORE_STARTS = 5  # fresh processes for the engine core's: each imports the scheduler first
+FIX_ALONE = {"VLLM_KVFIX_OBSERVE": "off"}
 ON_STEP_PATH = "vllm.v1.core.sched.scheduler.Scheduler.schedule"
 
 
@@ -113,7 +114,7 @@ def _make(kind: str, running: int, *, patched: bool) -> _Load:
     from vllm_kvfix import plugin  # noqa: PLC0415  the package under test
 
     if patched:
-        plugin.register()
+        plugin.register(FIX_ALONE)
     schedule = running_release.module("vllm.v1.core.sched.scheduler").Scheduler.__dict__["schedule"]
     made = d.make_scheduler(
         "full", num_blocks=running * 30 + 64, max_num_seqs=running, max_num_batched_tokens=max(running * 64, 512)
@@ -183,7 +184,7 @@ def _memory() -> dict[str, float]:
     result: dict[str, float] = {}
     for name in ("without", "with"):
         if name == "with":
-            plugin.register()
+            plugin.register(FIX_ALONE)
         driver = d.make_scheduler("full", count=True, num_blocks=3000, max_num_seqs=64, max_num_batched_tokens=32768)
         (manager,) = driver.managers
         before = sys.getsizeof(manager.new_block_ids)
@@ -211,7 +212,7 @@ def _inside(release: str) -> dict[str, Any]:
         raise SystemExit(f"asked for vLLM {release}, but sys.path has {running_release.release()}")
     d.make_scheduler()
     before = replaced.picture()
-    plugin.register()
+    plugin.register(FIX_ALONE)
     during = replaced.replaced(before, replaced.picture())
     plugin.restore()
     on_path = [n for n in during if not n.endswith((".__init__", ".take_new_block_ids"))]

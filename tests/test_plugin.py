@@ -36,8 +36,8 @@ def say(**values):
 
 
 def run(code: str, *path: Path, **environ: str) -> tuple[dict[str, Any], str]:
-    """Run code after the prelude; what it said, and its log."""
-    done = run_python(PRELUDE + textwrap.dedent(code), *path, environ=environ)
+    """Run code after the prelude, with the fix alone; what it said, and its log."""
+    done = run_python(PRELUDE + textwrap.dedent(code), *path, environ={"VLLM_KVFIX_OBSERVE": "off", **environ})
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
 
@@ -241,14 +241,14 @@ def test_our_own_errors_stay_ours(vllm: Path) -> None:
     """With every helper of ours broken, the scheduler's results and exceptions are as without us; it is logged once."""
     said, log = run(
         """
-        from vllm_kvfix import upstream
+        from vllm_kvfix import live
         from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
         plain = steps([FullAttentionSpec(), MambaSpec()])[1]
         plugin.register()
         from vllm.v1.core.sched.scheduler import Scheduler
         def broken(*_):
             raise ZeroDivisionError("ours")
-        upstream.managers = upstream.coordinator = upstream.zeroing_needed = broken
+        live.managers = live.coordinator = live.zeroing_needed = broken
         scheduler, outputs = steps([FullAttentionSpec(), MambaSpec()])
         unflagged, _ = steps([FullAttentionSpec()])
         scheduler.kv_cache_manager = None

@@ -114,7 +114,7 @@ def test_the_wheel_fixes_the_fake_on_this_python(version: str, installed: Path, 
     site = copy_fake(tmp_path / "site")
     path = os.pathsep.join(map(str, (site, installed)))
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "PYENV_VERSION"))}
-    environ = {**clean, "PYTHONPATH": path, "VLLM_KVFIX_PATCH": "force"}
+    environ = {**clean, "PYTHONPATH": path, "VLLM_KVFIX_PATCH": "force", "VLLM_KVFIX_OBSERVE": "off"}
     for arguments in (["-W", "error", "-c", SCENARIO], ["-m", "vllm_kvfix", "status"]):
         done = subprocess.run(
             [python, "-S", *arguments], env=environ, capture_output=True, text=True, check=False, timeout=120, cwd="/"

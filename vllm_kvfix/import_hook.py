@@ -22,7 +22,7 @@ class _Finder:
     """First on ``sys.meta_path`` while any callback waits; gone from it when none does."""
 
     def __init__(self) -> None:
-        self.waiting: dict[str, Callback] = {}
+        self.waiting: dict[str, list[Callback]] = {}
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -56,10 +56,10 @@ class _Finder:
             if vars(loader).get("exec_module") is exec_module:
                 del loader.exec_module  # type: ignore[union-attr]  # the instance attribute set below
             execute(module)
-            callback = self.waiting.pop(name, None)
+            callbacks = self.waiting.pop(name, ())
             if not self.waiting:
                 uninstall()
-            if callback is not None:
+            for callback in callbacks:
                 callback(module)
 
         try:
@@ -74,14 +74,14 @@ _finder = _Finder()
 def when_imported(name: str, callback: Callback) -> None:
     """Call ``callback(module)`` once ``name`` has run: now, if it has already; else right after its next import.
 
-    One callback a name: a later one takes the place of an earlier one. ``callback`` must not raise: its exception
-    would be that of the import.
+    Several callbacks for one name run in the order in which they came. ``callback`` must not raise: its exception would
+    be that of the import.
     """
     module = sys.modules.get(name)
     if module is not None and not getattr(module.__spec__, "_initializing", False):
         callback(module)
         return
-    _finder.waiting[name] = callback
+    _finder.waiting.setdefault(name, []).append(callback)
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_kvfix import __version__, faults, guard, import_hook, patching, upstream
+from vllm_kvfix import __version__, faults, guard, import_hook, observe, patching, upstream
 from vllm_kvfix.backports import BACKPORTS
 
 if TYPE_CHECKING:
@@ -136,26 +136,32 @@ class _Application:
 
 
 _applications: list[_Application] = []
+_observations: list[observe.Observation] = []
 # What `restore` could not give back yet, since another plugin's wrapper lay on top.
 _left: list[patching.Replacement] = []
 _lock = threading.Lock()
 
 
 def register(environ: Mapping[str, str] | None = None) -> None:
-    """Have every back-port applied as soon as vLLM's scheduler is imported; safe to call any number of times.
+    """Have every back-port applied, and the hooks that watch put in, as soon as vLLM's scheduler is imported.
 
-    Imports nothing of vLLM and raises nothing. ``environ`` stands in for ``os.environ``.
+    Safe to call any number of times. Imports nothing of vLLM and raises nothing. ``environ`` stands in for
+    ``os.environ``.
     """
     try:
         with _lock:
-            if _applications:
+            if _applications or _observations:
                 return
-            mode = guard.parse_mode((os.environ if environ is None else environ).get(guard.MODE_VARIABLE))
-            if mode is guard.Mode.OFF:
-                return
-            _applications.extend(_Application(backport, mode) for backport in BACKPORTS)
+            environ = os.environ if environ is None else environ
+            mode = guard.parse_mode(environ.get(guard.MODE_VARIABLE))
+            if mode is not guard.Mode.OFF:
+                _applications.extend(_Application(backport, mode) for backport in BACKPORTS)
+            if observe.wanted(environ) is not False:
+                _observations.append(observe.Observation(environ, _patch_state))
             for application in _applications:
                 application.wait()
+            for observation in _observations:
+                observation.wait()
     except Exception as error:  # noqa: BLE001  # vLLM does not guard this call
         faults.note("register", error)
 
@@ -169,10 +175,24 @@ def restore() -> tuple[str, ...]:
     """
     with _lock:
         _left[:] = [replacement for replacement in _left if not patching.restore(replacement)]
+        # What watches lies on top of what fixes.
+        for observation in _observations:
+            _left.extend(observation.restore())
+        _observations.clear()
         for application in _applications:
             application.restore()
         _applications.clear()
         return tuple(map(str, _left))
+
+
+def _patch_state() -> str:
+    """What a ring's header says of the fix, one of ``layout.PATCH_STATES``."""
+    if not _applications:
+        return "off"
+    states = {application.decision.state if application.decision else None for application in _applications}
+    if guard.State.APPLY in states:
+        return "applied"
+    return "not affected" if states == {guard.State.NOT_AFFECTED} else "refused"
 
 
 def report() -> tuple[Report, ...]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """All that this package knows of vLLM: releases, where things lie, what their source looks like.
 
-Nothing here imports vLLM. What can be learnt without running it is read from its files; accessors for live
-objects take them as arguments. No other module holds a vLLM path or a version of vLLM.
+Nothing here imports vLLM: all is read from its files. No other module holds a vLLM path or a version of vLLM;
+:mod:`vllm_kvfix.live` knows its objects' attributes.
 
 Sources: vLLM's public repository and released wheels; PR #35219 brought ``new_block_ids``, PR #44490 bounded it.
 """
@@ -16,7 +16,7 @@ import re
 import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from packaging.version import InvalidVersion, Version
 
@@ -34,6 +34,8 @@ COORDINATOR_MODULE = "vllm.v1.core.kv_cache_coordinator"
 CACHE_MANAGER_MODULE = "vllm.v1.core.kv_cache_manager"
 SCHEDULER_MODULE = "vllm.v1.core.sched.scheduler"
 CONFIG_MODULE = "vllm.v1.kv_cache_interface"
+OUTPUT_MODULE = "vllm.v1.core.sched.output"
+POOL_MODULE = "vllm.v1.core.block_pool"
 
 MANAGER_CLASS = "SingleTypeKVCacheManager"
 MAMBA_SPEC_CLASS = "MambaSpec"
@@ -415,24 +417,57 @@ def missing_features(sources: Sources) -> list[str]:
     return [sentence for holds, sentence in checks if not holds]
 
 
-# Accessors for live objects. The types are vLLM's, which cannot be imported here: hence Any.
+def package_root(module: str, file: str | None) -> Path:
+    """The folder of the package ``vllm`` to which the ``file`` of one of its modules belongs.
+
+    Raises:
+        ValueError: The module has no file, as one made by hand or compiled in.
+    """
+    if file is None:
+        raise ValueError(f"{module} was loaded from no file")
+    return Path(file).parents[module.count(".") - 1]
 
 
-def cache_config(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """The ``KVCacheConfig`` among the arguments of a coordinator's or cache manager's ``__init__``."""
-    return keywords["kv_cache_config"] if "kv_cache_config" in keywords else arguments[0]
+# What watching reads: of each module, the attributes or fields that must be named in it. The methods that are wrapped
+# come beside these.
+_OBSERVED_NAMES = {
+    SCHEDULER_MODULE: ("get_request_counts", "requests", "max_num_running_reqs", "max_num_scheduled_tokens"),
+    CACHE_MANAGER_MODULE: ("block_pool", "coordinator"),
+    MANAGERS_MODULE: ("req_to_blocks", "kv_cache_spec", "block_size"),
+    POOL_MODULE: (
+        "get_num_free_blocks", "cached_block_hash_to_block", "null_block", "num_gpu_blocks", "enable_caching",
+    ),
+    OUTPUT_MODULE: (
+        "scheduled_new_reqs", "scheduled_cached_reqs", "new_block_ids", "resumed_req_ids", "num_computed_tokens",
+        "total_num_scheduled_tokens",
+    ),
+}  # fmt: skip
 
 
-def zeroing_needed(cache_config: Any) -> bool:
-    """Whether the workers zero new blocks of a cache with this ``KVCacheConfig``."""
-    return bool(cache_config.needs_kv_cache_zeroing)
+def missing_observables(sources: Sources, methods: Iterable[tuple[str, str, str]]) -> list[str]:
+    """What watching relies on and this source lacks, a sentence each; empty: all is there.
+
+    ``methods`` are those that are to be wrapped: module, class and name.
+    """
+    missing = [
+        f"there is no {class_name}.{name}"
+        for module, class_name, name in methods
+        if sources.function(Target(module, f"{class_name}.{name}", {})) is None
+    ]
+    for module, names in _OBSERVED_NAMES.items():
+        known = _names(sources.module(module))
+        missing += [f"{module} knows no {name}" for name in names if name not in known]
+    return missing
 
 
-def coordinator(cache_manager: Any) -> Any:
-    """The ``KVCacheCoordinator`` of a ``KVCacheManager``."""
-    return cache_manager.coordinator
-
-
-def managers(coordinator: Any) -> tuple[Any, ...]:
-    """The ``SingleTypeKVCacheManager`` of each KV-cache group of a ``KVCacheCoordinator``."""
-    return coordinator.single_type_managers  # type: ignore[no-any-return]  # vLLM's type
+def _names(tree: ast.AST | None) -> set[str]:
+    """Every attribute, variable, field and function that a module names."""
+    found = set()
+    for node in ast.walk(tree or ast.Module([], [])):
+        if isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, ast.Name):
+            found.add(node.id)
+        elif isinstance(node, ast.FunctionDef):
+            found.add(node.name)
+    return found

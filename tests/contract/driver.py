@@ -128,6 +128,9 @@ class Options:
         max_num_batched_tokens: Most tokens in a step.
         block_align_mamba: Mamba's prefix caching, "align" in vLLM's terms, where the family has Mamba.
         log_stats: Passed on to the scheduler.
+        max_model_len: Most tokens of a request, prompt and answer.
+        kv_events: vLLM's KV-cache events, published over ZeroMQ on a port of the machine's choice.
+        block_metrics: vLLM's KV-cache residency metrics, of every block.
     """
 
     family: str = "full"
@@ -143,6 +146,9 @@ class Options:
     max_num_batched_tokens: int = 256
     block_align_mamba: bool = False
     log_stats: bool = False
+    max_model_len: int = MAX_MODEL_LEN
+    kv_events: bool = False
+    block_metrics: bool = False
 
 
 def make_scheduler(family: str = "full", *, scheduler_cls: Any = None, count: bool = False, **options: Any) -> Driver:
@@ -184,12 +190,22 @@ def vllm_config(options: Options) -> Any:
         ),
         "cache_config": _changed(base.cache_config, **cache_changes),
     }
+    if options.max_model_len != MAX_MODEL_LEN:
+        changes["model_config"] = _changed(base.model_config, max_model_len=options.max_model_len)
     if options.spec_tokens:
         changes["speculative_config"] = _changed(
             speculative, num_speculative_tokens=options.spec_tokens, method=options.spec_method
         )
     if options.connector:
         changes["kv_transfer_config"] = connector_config(options.connector)
+    if options.kv_events:
+        events = module("vllm.config.kv_events").KVEventsConfig
+        endpoint = "tcp://127.0.0.1:*"
+        changes["kv_events_config"] = events(enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint)
+    if options.block_metrics:
+        changes["observability_config"] = _changed(
+            base.observability_config, kv_cache_metrics=True, kv_cache_metrics_sample=1.0
+        )
     return _changed(base, **changes)
 
 
@@ -240,7 +256,13 @@ class Driver:
 
     # -- operations ----------------------------------------------------------------------------------------------
 
-    def add_request(  # noqa: PLR0913  each is a property of a request
+    def add_request(self, name: str, **properties: Any) -> Any:
+        """Queue a request; `properties` are those of `make_request`."""
+        request = self.make_request(name, **properties)
+        self.scheduler.add_request(request)
+        return request
+
+    def make_request(  # noqa: PLR0913  each is a property of a request
         self,
         name: str,
         *,
@@ -249,8 +271,9 @@ class Driver:
         max_tokens: int = 8,
         external: int = 0,
         priority: int = 0,
+        prompt: list[int] | None = None,
     ) -> Any:
-        """Queue a request.
+        """Make a request, to be queued by `scheduler.add_request`.
 
         Args:
             name: Its id.
@@ -259,6 +282,7 @@ class Driver:
             max_tokens: Tokens to generate.
             external: Leading tokens that the "remote" connector says it holds.
             priority: Passed on.
+            prompt: The prompt itself, in place of seed and length.
         """
         params = module("vllm.sampling_params").SamplingParams(
             max_tokens=max_tokens,
@@ -270,7 +294,7 @@ class Driver:
         request = fitting(
             module("vllm.v1.request").Request,
             request_id=name,
-            prompt_token_ids=prompt_tokens(prompt_seed, prompt_length),
+            prompt_token_ids=prompt or prompt_tokens(prompt_seed, prompt_length),
             sampling_params=params,
             pooling_params=None,
             eos_token_id=None,
@@ -278,7 +302,6 @@ class Driver:
             priority=priority,
             block_hasher=self._hasher,
         )
-        self.scheduler.add_request(request)
         self.requests[name] = request
         return request
 
@@ -287,6 +310,10 @@ class Driver:
         output = self.scheduler.schedule()
         self.put_in_flight(output)
         return output
+
+    def answer(self, output: Any) -> Any:
+        """What the made-up model answers to a `SchedulerOutput`, for whoever calls `update_from_output` itself."""
+        return self._runner_output(output, self._sampling(output))
 
     def put_in_flight(self, output: Any) -> None:
         """Take a `SchedulerOutput` that somebody else got from this scheduler just now; `update` answers it."""

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from tests import releases
+from tests.contract import accounts, families, running_release, snapshots
 from tests.contract import driver as d
-from tests.contract import families, running_release, snapshots
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -286,19 +286,30 @@ class Stock:
 
 
 def replay(stock: Stock) -> int:
-    """Do the same to a scheduler that is made with the back-port in force; returns the longest list seen.
+    """Do the same to a scheduler that is made with back-port and recorder in force; returns the longest list seen.
 
     Raises:
         MismatchError: Anything at all differs.
+        AccountError: The recorder told what was not so.
     """
+    with accounts.ring_folder() as folder:
+        driver, outputs, longest = _replay(stock, {"VLLM_KVFIX_RING_DIR": str(folder)})
+        if stock.broken is None:
+            stock.coverage.update(accounts.check(accounts.read(folder), driver, outputs))
+    return longest
+
+
+def _replay(stock: Stock, environ: dict[str, str]) -> tuple[d.Driver, list[Any], int]:
     from vllm_kvfix import plugin  # noqa: PLC0415  the package under test, only in a release's process
 
     family = families.FAMILIES[stock.options["family"]]
     longest = 0
-    plugin.register()
+    outputs: list[Any] = []
+    plugin.register(environ)
     try:
         _check_applied(plugin)
-        driver = d.make_scheduler(**stock.options)
+        driver = d.make_scheduler(count=True, **stock.options)
+        driver.on_output = lambda _: outputs.append(_state(driver))
         for number, operation in enumerate(stock.operations):
             outcome = perform(driver, operation)
             lists = d.backlog(driver)
@@ -312,12 +323,27 @@ def replay(stock: Stock) -> int:
                 longest = max(longest, *lists)
                 if any(lists):
                     raise MismatchError(_where(stock, number, f"backlog {lists} with the back-port"))
+        if stock.broken is None:
+            _end_all(driver)
     finally:
         left = plugin.restore()
     if left:
         msg = f"restore() left {left}"
         raise MismatchError(msg)
-    return longest
+    return driver, outputs, longest
+
+
+def _state(driver: d.Driver) -> tuple[int, int, int]:
+    running, waiting = driver.scheduler.get_request_counts()
+    return driver.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(), running, waiting
+
+
+def _end_all(driver: d.Driver) -> None:
+    """Abort what still lives, and step until vLLM has forgotten it: a load from elsewhere must arrive first."""
+    driver.finish(*driver.scheduler.requests)
+    for _ in range(3):
+        driver.step()
+        driver.drain()
 
 
 def _check_applied(plugin: Any) -> None:

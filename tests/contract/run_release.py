@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 import traceback
@@ -20,7 +21,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from tests import releases
-from tests.contract import driver, machine, replaced, running_release, scenarios
+from tests.contract import accounts, driver, machine, replaced, running_release, scenarios
 
 
 def examine(release: str, workloads: int, seed: int, *, shrink: bool = False) -> dict[str, Any]:
@@ -32,7 +33,9 @@ def examine(release: str, workloads: int, seed: int, *, shrink: bool = False) ->
     result: dict[str, Any] = {"release": release, "when": known.when, "seed": seed}
     totals = machine.Totals()
     try:
-        result["replaced"] = replacements()
+        result["replaced"] = replacements({"VLLM_KVFIX_OBSERVE": "off"})
+        with accounts.ring_folder() as folder:
+            result["observed"] = replacements({"VLLM_KVFIX_PATCH": "off", "VLLM_KVFIX_RING_DIR": str(folder)})
         totals = machine.run(workloads, seed, totals, shrink=shrink)
         result["scenarios"] = scenarios.run() if known.affected else {}
         result["uncovered"] = [name for name in machine.required() if not totals.coverage[name]]
@@ -51,7 +54,7 @@ def examine(release: str, workloads: int, seed: int, *, shrink: bool = False) ->
     }
 
 
-def replacements() -> list[str]:
+def replacements(environ: dict[str, str]) -> list[str]:
     """Names of what `register()` replaces, once a scheduler was made; and `restore()` gives back every object.
 
     Raises:
@@ -62,7 +65,7 @@ def replacements() -> list[str]:
     driver.make_scheduler(async_scheduling=True)
     driver.make_scheduler()
     before = replaced.picture()
-    plugin.register()
+    plugin.register(environ)
     driver.make_scheduler(async_scheduling=True)
     driver.make_scheduler().run()
     during = replaced.replaced(before, replaced.picture())
@@ -84,7 +87,9 @@ def main() -> int:
     parser.add_argument("--shrink", action="store_true", help="on a failure, find the smallest workload (minutes)")
     chosen = parser.parse_args()
     started = time.monotonic()
-    result = examine(chosen.release, chosen.workloads, chosen.seed, shrink=chosen.shrink)
+    with accounts.ring_folder() as folder:
+        os.environ["VLLM_KVFIX_RING_DIR"] = str(folder)  # of whoever does not name one
+        result = examine(chosen.release, chosen.workloads, chosen.seed, shrink=chosen.shrink)
     result["seconds"] = round(time.monotonic() - started, 1)
     if chosen.json:
         print(json.dumps(result))  # noqa: T201  what was asked for

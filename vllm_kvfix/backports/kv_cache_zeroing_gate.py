@@ -29,7 +29,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from vllm_kvfix import faults, upstream
+from vllm_kvfix import faults, live, upstream
 from vllm_kvfix.backports.backport import Backport, Site
 from vllm_kvfix.patching import class_of
 
@@ -104,14 +104,14 @@ class Gate:
 
     def set_all(self, cache_config: Any, coordinator: Any) -> None:
         """Hand the flag of a ``KVCacheConfig`` to every manager of a coordinator."""
-        needs_zeroing = upstream.zeroing_needed(cache_config)
-        for manager in upstream.managers(coordinator):
+        needs_zeroing = live.zeroing_needed(cache_config)
+        for manager in live.managers(coordinator):
             self.set(manager, needs_zeroing=needs_zeroing)
 
     def before_zeroing_step(self, scheduler: Any) -> None:
         """Have managers record whose scheduler says that blocks are zeroed, should its cache's config say otherwise."""
         try:
-            for manager in upstream.managers(upstream.coordinator(scheduler.kv_cache_manager)):
+            for manager in live.managers(live.coordinator(scheduler.kv_cache_manager)):
                 shut = type(manager.new_block_ids) is DiscardedBlockIds
                 if shut and type(manager.kv_cache_spec) in self.recorded_types:
                     self.set(manager, needs_zeroing=True)
@@ -194,7 +194,7 @@ def _coordinator_init(gate: Gate, _: ModuleType, original: Callable[..., Any]) -
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         original(self, *args, **kwargs)
         try:
-            gate.set_all(upstream.cache_config(args, kwargs), self)
+            gate.set_all(live.cache_config(args, kwargs), self)
         except Exception as error:  # noqa: BLE001  # nothing of ours may reach vLLM
             faults.note("KVCacheCoordinator.__init__", error)
 
@@ -205,7 +205,7 @@ def _cache_manager_init(gate: Gate, _: ModuleType, original: Callable[..., Any])
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         original(self, *args, **kwargs)
         try:
-            gate.set_all(upstream.cache_config(args, kwargs), upstream.coordinator(self))
+            gate.set_all(live.cache_config(args, kwargs), live.coordinator(self))
         except Exception as error:  # noqa: BLE001  # nothing of ours may reach vLLM
             faults.note("KVCacheManager.__init__", error)
 

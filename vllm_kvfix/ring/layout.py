@@ -79,6 +79,11 @@ PLUGIN_VERSION_BYTES = slice(192, 256)
 PATCH_STATES = ("unknown", "not affected", "applied", "refused", "off")
 
 
+def capacity(size: int) -> int:
+    """Words in the body of a ring file of ``size`` bytes."""
+    return (size - HEADER_BYTES) // WORD
+
+
 def frame(position: int, first_event: int, events: int, payload: list[int]) -> array[int]:
     """The words of one frame.
 

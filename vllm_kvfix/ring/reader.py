@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from vllm_kvfix.ring import layout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
     from pathlib import Path
 
 LARGEST_FILE = 1 << 28
@@ -61,16 +61,23 @@ class RingReader:
     """Follows one ring file from its oldest frame that is still there.
 
     ``lost`` counts the events that were published but overwritten, or damaged, before they were read.
+    ``found`` is what ``fstat`` said of the file that is open, whatever lies at ``path`` by now.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, owners: Collection[int] | None = None) -> None:
         """Open ``path``.
 
+        Args:
+            path: The ring file.
+            owners: User ids whose files are read; None: anybody's.
+
         Raises:
-            RingError: It is no regular file, no ring, unfinished, of another schema, too large, or lies of its size.
+            RingError: It is no regular file, no ring, unfinished, of another schema, too large, or lies of its size;
+                or its owner is none of ``owners``.
             OSError: It cannot be opened: it is gone, a symbolic link, or another user's.
         """
         self.path = path
+        self._owners = owners
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             self._check()
@@ -83,9 +90,11 @@ class RingReader:
         self._tail = 0
 
     def _check(self) -> None:
-        found = os.fstat(self._descriptor)
+        found = self.found = os.fstat(self._descriptor)
         if not stat.S_ISREG(found.st_mode):
             raise RingError(f"{self.path} is no regular file; give the path of a .ring file")
+        if self._owners is not None and found.st_uid not in self._owners:
+            raise RingError(f"{self.path} belongs to user {found.st_uid}; read it as that user, or as root")
         words = self._words(0, layout.HEADER_BYTES)
         if len(words) < layout.HEADER_BYTES // layout.WORD or words[layout.MAGIC_WORD] != layout.MAGIC:
             raise RingError(

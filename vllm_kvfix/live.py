@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is read off the live objects of vLLM: the attributes of its scheduler, cache managers, pools and requests.
+
+The types are vLLM's, which cannot be imported here: hence ``Any``. What each name means is the same in every release
+from 0.17.1 to the newest, unless it says otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm_kvfix import events
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_REASONS = {
+    status: events.FINISH_REASONS.index(reason)
+    for status, reason in (
+        ("FINISHED_STOPPED", "stop"),
+        ("FINISHED_LENGTH_CAPPED", "length"),
+        ("FINISHED_ABORTED", "abort"),
+        ("FINISHED_ERROR", "error"),
+        ("FINISHED_REPETITION", "repetition"),
+        ("FINISHED_IGNORED", "ignored"),
+    )
+}
+# Managers that give no block back before the request ends: their tables hold no null block.
+_KEEPING = frozenset({"FullAttentionManager"})
+# Managers that replace blocks by the null block from the front of the table on.
+_FROM_THE_FRONT = frozenset({"FullAttentionManager", "SlidingWindowManager", "ChunkedLocalAttentionManager"})
+
+
+def cache_config(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """The ``KVCacheConfig`` among the arguments of a coordinator's or cache manager's ``__init__``."""
+    return keywords["kv_cache_config"] if "kv_cache_config" in keywords else arguments[0]
+
+
+def zeroing_needed(cache_config: Any) -> bool:
+    """Whether the workers zero new blocks of a cache with this ``KVCacheConfig``."""
+    return bool(cache_config.needs_kv_cache_zeroing)
+
+
+def coordinator(cache_manager: Any) -> Any:
+    """The ``KVCacheCoordinator`` of a ``KVCacheManager``."""
+    return cache_manager.coordinator
+
+
+def managers(coordinator: Any) -> tuple[Any, ...]:
+    """The ``SingleTypeKVCacheManager`` of each KV-cache group of a ``KVCacheCoordinator``."""
+    return coordinator.single_type_managers  # type: ignore[no-any-return]  # vLLM's type
+
+
+def cache_manager(scheduler: Any) -> Any:
+    """The ``KVCacheManager`` of a ``Scheduler``."""
+    return scheduler.kv_cache_manager
+
+
+def has_connector(scheduler: Any) -> bool:
+    """Whether a ``Scheduler`` has a KV connector, for which requests may hold blocks while they wait."""
+    return scheduler.connector is not None
+
+
+def engine_index(scheduler: Any) -> int:
+    """The data-parallel rank of a ``Scheduler``, also of a model whose ranks know nothing of each other."""
+    return int(scheduler.vllm_config.parallel_config.data_parallel_index)
+
+
+def known_requests(scheduler: Any) -> dict[str, Any]:
+    """Every ``Request`` that a ``Scheduler`` knows, by its id: waiting, running, or finished with blocks still held."""
+    return scheduler.requests  # type: ignore[no-any-return]  # vLLM's type
+
+
+def finish_reason(request: Any) -> int:
+    """Why a ``Request`` ended: the index of it in ``events.FINISH_REASONS``."""
+    return _REASONS.get(request.status.name, 0)
+
+
+def identity(request: Any) -> events.Identity:
+    """The id of a ``Request``, and the caller's trace context where the front end handed its headers on."""
+    headers = request.trace_headers
+    context = events.parse_traceparent(headers.get("traceparent")) if headers else None
+    return events.Identity(request.request_id, context)
+
+
+class CacheView:
+    """The KV cache of one scheduler: its pool, and its table of blocks per request and group."""
+
+    __slots__ = ("_backlogs", "_cached", "_managers", "_null", "_null_id", "_only", "_pool", "keeping")
+
+    def __init__(self, scheduler: Any) -> None:
+        manager = cache_manager(scheduler)
+        self._pool = manager.block_pool
+        self._null = self._pool.null_block
+        self._null_id = self._null.block_id
+        self._managers = tuple(managers(coordinator(manager)))
+        self._only = self._managers[0] if len(self._managers) == 1 else None
+        self._backlogs = tuple(single for single in self._managers if hasattr(single, "new_block_ids"))
+        self._cached = self._pool.cached_block_hash_to_block
+        self.keeping = all(type(single).__name__ in _KEEPING for single in self._managers)
+
+    @property
+    def groups(self) -> int:
+        """Number of KV-cache groups."""
+        return len(self._managers)
+
+    def config(self, scheduler: Any) -> events.Config:
+        """What does not change while the engine runs. The pool's null block is left out of its size."""
+        return events.Config(
+            blocks=self._pool.num_gpu_blocks - 1,
+            max_requests=scheduler.max_num_running_reqs,
+            max_tokens=scheduler.max_num_scheduled_tokens,
+            prefix_caching=bool(self._pool.enable_caching),
+            groups=tuple(events.Group(m.block_size, type(m.kv_cache_spec).__name__) for m in self._managers),
+        )
+
+    def free(self) -> int:
+        """Blocks that can be taken; some may still be found by the prefix cache."""
+        return self._pool.get_num_free_blocks()  # type: ignore[no-any-return]  # vLLM's type
+
+    def cached(self) -> int:
+        """Block hashes that the prefix cache would find."""
+        return len(self._cached)
+
+    def backlog(self) -> Sequence[int]:
+        """The length of ``new_block_ids`` of each manager that has such a list."""
+        if len(self._backlogs) == 1:
+            return (len(self._backlogs[0].new_block_ids),)
+        return [len(single.new_block_ids) for single in self._backlogs]
+
+    def lengths(self, request_id: str) -> tuple[int, ...]:
+        """Entries in a request's table of each group, null blocks included."""
+        if self._only is not None:
+            return (len(self._only.req_to_blocks.get(request_id, ())),)
+        return tuple(len(single.req_to_blocks.get(request_id, ())) for single in self._managers)
+
+    def held(self, request_id: str, group: int, nulls: int) -> tuple[int, int]:
+        """Blocks in a request's table that are not the null block, and the null blocks at the table's front.
+
+        ``nulls`` of those were there before. A window gives blocks back from the front on, so what lies behind the
+        first block that is left need not be looked at; every other kind of table is counted through.
+        """
+        single = self._managers[group]
+        table = single.req_to_blocks.get(request_id, ())
+        if type(single).__name__ not in _FROM_THE_FRONT:
+            return sum(block is not self._null for block in table), 0
+        while nulls < len(table) and table[nulls] is self._null:
+            nulls += 1
+        return len(table) - nulls, nulls
+
+    def real_ids(self, ids: Sequence[int]) -> int:
+        """How many of these block ids are not the null block's."""
+        return len(ids) if self.keeping else len(ids) - ids.count(self._null_id)
+
+    def real_since(self, request_id: str, group: int, start: int) -> int:
+        """Entries of a request's table from ``start`` on that are not the null block."""
+        table = self._managers[group].req_to_blocks.get(request_id, ())
+        return sum(block is not self._null for block in table[start:])
+
+    def reused(self, found: Sequence[Any], ids: Sequence[int]) -> int:
+        """How many of the blocks that the prefix cache ``found`` stand at the front of a table with these ``ids``.
+
+        vLLM may take fewer than it found, and may copy the last one.
+        """
+        taken = len(found)
+        if taken and (len(ids) < taken or ids[taken - 1] != found[-1].block_id):
+            same = (block.block_id == block_id for block, block_id in zip(found, ids))  # noqa: B905  # the shorter counts
+            taken = next((at for at, equal in enumerate(same) if not equal), min(taken, len(ids)))
+        if self.keeping:
+            return taken
+        return sum(block is not self._null for block in found[:taken])
+
+    def ids(self, request_id: str) -> list[list[int]]:
+        """The ids in a request's table of each group, the null block's included."""
+        return [[block.block_id for block in single.req_to_blocks.get(request_id, ())] for single in self._managers]
+
+    def block_ids(self, request_id: str) -> frozenset[int]:
+        """The ids of all blocks that a request holds."""
+        return frozenset(block_id for ids in self.ids(request_id) for block_id in ids) - {self._null_id}
