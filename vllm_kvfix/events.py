@@ -219,17 +219,17 @@ def pair(high: int, low: int) -> int:
     return (high & LOW) << HALF | low & LOW
 
 
-def identity_words(identity: Identity) -> list[int]:
+def identity_words(identity: Identity) -> array[int]:
     """The words of an IDENTITY."""
     data = identity.request_id.encode(errors="replace")[:LONGEST_ID]
-    context = identity.context or TraceContext(0, 0, 0)
-    return [
-        context.trace_id >> 64 & WORD_MASK,
-        context.trace_id & WORD_MASK,
-        context.parent_id & WORD_MASK,
-        pair(context.flags, len(data)),
-        *_text_words(data),
-    ]
+    context = identity.context
+    if context is None:
+        words = array("Q", (0, 0, 0, len(data)))
+    else:
+        high, low = context.trace_id >> 64 & WORD_MASK, context.trace_id & WORD_MASK
+        words = array("Q", (high, low, context.parent_id & WORD_MASK, pair(context.flags, len(data))))
+    words.frombytes(data.ljust(-(-len(data) // 8) * 8, b"\0"))
+    return words
 
 
 def _text_words(data: bytes) -> array[int]:

@@ -9,8 +9,9 @@ allocation.
 
 from __future__ import annotations
 
+from array import array
 from itertools import compress
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from vllm_kvfix import events, live
 
@@ -20,102 +21,45 @@ if TYPE_CHECKING:
 TICK_SHIFT = 10  # held time is summed in ticks of 1,024 ns: a shift costs less than a division
 
 
-# -- what the recorder notes, in the order in which it happened; times in ns of the monotonic clock ------------------
-
-
-class Arrival(NamedTuple):
-    """A ``Request`` joined the waiting queue."""
-
-    time: int
-    request: Any
-    prompt_tokens: int
-
-
-class Refusal(NamedTuple):
-    """A waiting ``Request`` was tried in this step, and found too few free blocks."""
-
-    request: Any
-
-
-class Preemption(NamedTuple):
-    """A running ``Request`` is about to lose its blocks: entries in its table of each group; in a step, their ids."""
-
-    time: int
-    request: Any
-    lengths: tuple[int, ...]
-    ids: frozenset[int]
-
-
-class End(NamedTuple):
-    """A ``Request`` has ended and is about to let go of its blocks: of each group, entries in its table."""
-
-    time: int
-    request: Any
-    reason: int
-    output_tokens: int
-    lengths: tuple[int, ...]
-
-
-class Keeping(NamedTuple):
-    """The blocks of the request that ended last were not freed: a KV connector still reads them."""
-
-    request: Any
-
-
-class Freeing(NamedTuple):
-    """They were freed now."""
-
-    time: int
-    request: Any
-
-
-class Turn(NamedTuple):
-    """A step was scheduled.
-
-    ``lookups``: of each request that was tried, what the prefix cache found, blocks and tokens. ``lengths``: of each
-    row of a new request, the entries of its tables in this step; a worker in the same process extends the lists later.
-    """
-
-    time: int
-    output: Any
-    lengths: list[list[int]]
-    counts: tuple[int, int]
-    free: int
-    cached: int
-    backlog: Sequence[int]
-    lookups: dict[str, tuple[Any, int]]
-
-
-Note: TypeAlias = Arrival | Refusal | Preemption | End | Keeping | Freeing | Turn
+# What the recorder notes, in the order in which it happened: plain tuples, since one is made for each thing between the
+# lines of the scheduler. Times are in ns of the monotonic clock; ``lengths`` are the entries in a request's table of
+# each group. No note holds an object of vLLM's: that would put off its end to when the notes are worked up.
+#
+#   TURN        time, tokens, admissions, names, new, counts, free, cached, backlog, lookups
+#               a step was scheduled: who began to run (see live.admissions); who ran on, and what each got (None:
+#               nothing); (running, waiting); blocks; new_block_ids; who was tried: {request: (blocks that the prefix
+#               cache found, tokens)}
+#   ARRIVAL     time, request id, trace headers or None, prompt tokens
+#   END         time, request id, reason, output tokens, lengths    it is about to let go of its blocks
+#   PREEMPTION  time, request id, lengths, block ids                as is this; ids only in a step
+#   REFUSAL     request id                                          tried in this step, found too few free blocks
+#   KEEPING     request id                                          that ended last: a connector still reads its blocks
+#   FREEING     time, request id                                    no longer
+TURN, ARRIVAL, END, PREEMPTION, REFUSAL, KEEPING, FREEING = range(7)
+Note: TypeAlias = "tuple[Any, ...]"
 
 
 class _Request:
     """A live request: what it has got, and what it holds."""
 
-    __slots__ = (
-        "admission", "allocated_head", "arrival", "external_tokens", "given", "held", "held_sum", "hit_tokens",
-        "identity", "lengths", "new", "nulls", "number", "peak", "preemptions", "prompt_tokens", "refusals", "reused",
-        "told_refused", "weighted",
-    )  # fmt: skip
+    # Defaults, so that making one sets few attributes.
+    admission = peak = hit_tokens = external_tokens = preemptions = refusals = 0
+    told_refused = False
+    given: list[int] | None = None
+    """What the prefix cache gave to it in this turn, of each group."""
+    held = weighted = held_sum = 0
+    """Blocks it holds, the sum of the ticks at which it got each, and the ticks times blocks of what it gave back."""
 
-    def __init__(self, number: int, arrival: int, groups: int, identity: list[int], prompt_tokens: int) -> None:
+    def __init__(self, number: int, arrival: int, groups: int, identity: array[int], prompt_tokens: int) -> None:
         self.number = number
         self.arrival = arrival
         self.identity = identity
         self.prompt_tokens = prompt_tokens
-        self.allocated_head = events.head(events.ALLOCATED, groups + 1, number)
         # Of each group: blocks got so far; entries in the table as far as counted, and null blocks at its front.
         self.new = [0] * groups
         self.reused = [0] * groups
         self.lengths = [0] * groups
         self.nulls = [0] * groups
-        # Blocks it holds, the sum of the ticks at which it got each, and the ticks times blocks of what it gave back.
-        self.held = self.weighted = self.held_sum = 0
-        # What the prefix cache gave to it in this turn, of each group.
-        self.given: list[int] | None = None
-        self.admission = self.peak = self.hit_tokens = self.external_tokens = 0
-        self.preemptions = self.refusals = 0
-        self.told_refused = False
 
 
 class Ledger:
@@ -131,40 +75,45 @@ class Ledger:
         self._kept: dict[str, int] = {}
         self._refused: list[int] = []
         self._victims: list[tuple[frozenset[int], list[int]]] = []
-        self._words: list[int] = []
+        self._words = array("Q")
         self._count = self._number = self._finished_at = 0
+        # First words of the records whose length does not change, less the request's number.
         self._step_head = events.head(events.STEP, 13 + len(cache.backlog()))
+        self._allocated_head = events.head(events.ALLOCATED, self._groups + 1)
+        self._admitted_head = events.head(events.ADMITTED, self._groups + 2)
+        self._resumed_head = events.head(events.RESUMED, self._groups + 2)
         self._steps = self._tokens = self._new = self._reused = self._released = 0
         self._preemptions = self._refusals = self._queried = self._hit = 0
 
-    def take(self) -> tuple[list[int], int]:
+    def take(self) -> tuple[array[int], int]:
         """The records made since the last call, as words, and how many records they are."""
         taken = self._words, self._count
-        self._words, self._count = [], 0
+        self._words, self._count = array("Q"), 0
         return taken
 
-    def work_up(self, notes: Sequence[Note], scheduler: Any) -> None:
+    def work_up(self, notes: Sequence[Note]) -> None:
         """Make the records for what was noted; see :meth:`take`."""
         for note in notes:
-            if isinstance(note, Turn):
-                self._turn(note, scheduler)
-            elif isinstance(note, Arrival):
+            kind = note[0]
+            if kind == TURN:
+                self._turn(note)
+            elif kind == ARRIVAL:
                 self._arrival(note)
-            elif isinstance(note, End):
+            elif kind == END:
                 self._end(note)
+            elif kind == REFUSAL:
+                self._refusal(note[1])
+            elif kind == PREEMPTION:
+                self._preemption(note)
             else:
-                self._rare(note)
+                self._keep_or_free(note)
 
-    def _rare(self, note: Refusal | Preemption | Keeping | Freeing) -> None:
-        if isinstance(note, Refusal):
-            self._refusal(note)
-        elif isinstance(note, Preemption):
-            self._preemption(note)
-        elif isinstance(note, Keeping):
+    def _keep_or_free(self, note: Note) -> None:
+        if note[0] == KEEPING:
             self._words[self._finished_at + 4] &= ~events.LOW
-            self._kept[note.request.request_id] = self._words[self._finished_at] & events.NUMBER_MASK
-        elif number := self._kept.pop(note.request.request_id, 0):
-            self._words += (events.head(events.FREED, 2, number), note.time)
+            self._kept[note[1]] = self._words[self._finished_at] & events.NUMBER_MASK
+        elif number := self._kept.pop(note[2], 0):
+            self._words.fromlist([events.head(events.FREED, 2, number), note[1]])
             self._count += 1
 
     # -- requests ------------------------------------------------------------------------------------------------
@@ -175,61 +124,66 @@ class Ledger:
         known = self._requests[identity.request_id] = _Request(self._number, time, self._groups, words, prompt_tokens)
         return known
 
-    def _find(self, request: Any, time: int) -> _Request:
-        """The state of a request, of one too that was there before us."""
-        known = self._requests.get(request.request_id)
-        return known or self._know(live.identity(request), time, request.num_prompt_tokens)
+    def adopt(self, request: Any, time: int, lengths: Sequence[int]) -> None:
+        """Know a ``Request`` that was there before us; what it holds counts as new."""
+        known = self._know(live.identity(request), time, request.num_prompt_tokens)
+        self._catch_up(request.request_id, known, lengths, time >> TICK_SHIFT)
 
-    def _arrival(self, note: Arrival) -> None:
-        if note.request.request_id in self._requests:
+    def _find(self, request_id: str, time: int) -> _Request:
+        return self._requests.get(request_id) or self._know(events.Identity(request_id), time, 0)
+
+    def _arrival(self, note: Note) -> None:
+        _, time, request_id, headers, prompt_tokens = note
+        if request_id in self._requests:
             return  # the next piece of a session that streams its input
-        known = self._know(live.identity(note.request), note.time, note.prompt_tokens)
+        known = self._know(live.identity_of(request_id, headers), time, prompt_tokens)
         identity = known.identity
-        self._words += (
-            events.head(events.ARRIVED, 3 + len(identity), known.number),
-            note.time,
-            note.prompt_tokens,
-            *identity,
-        )
+        words = self._words
+        words.fromlist([events.head(events.ARRIVED, 3 + len(identity), known.number), time, prompt_tokens])
+        words.extend(identity)
         self._count += 1
 
-    def _refusal(self, note: Refusal) -> None:
-        known = self._find(note.request, 0)
+    def _refusal(self, request_id: str) -> None:
+        known = self._find(request_id, 0)
         self._refusals += 1
         known.refusals += 1
         if not known.told_refused:
             known.told_refused = True
             self._refused.append(known.number)
 
-    def _preemption(self, note: Preemption) -> None:
-        known = self._find(note.request, note.time)
-        released = self._let_go(note.request.request_id, known, note.lengths, note.time)
+    def _preemption(self, note: Note) -> None:
+        _, time, request_id, lengths, ids = note
+        known = self._find(request_id, time)
+        released = self._let_go(request_id, known, lengths, time)
         known.preemptions += 1
         self._preemptions += 1
-        self._victims.append((note.ids, [events.head(events.PREEMPTED, 4, known.number), note.time, released, 0]))
+        self._victims.append((ids, [events.head(events.PREEMPTED, 4, known.number), time, released, 0]))
 
-    def _end(self, note: End) -> None:
-        request_id = note.request.request_id
-        known = self._find(note.request, note.time)
-        self._let_go(request_id, known, note.lengths, note.time)
+    def _end(self, note: Note) -> None:
+        _, time, request_id, reason, output_tokens, lengths = note
+        known = self._find(request_id, time)
+        self._let_go(request_id, known, lengths, time)
         del self._requests[request_id]
         identity = known.identity
-        self._finished_at = len(self._words)
-        self._words += (
-            events.head(events.FINISHED, 11 + self._groups + len(identity), known.number),
-            note.time,
-            known.arrival,
-            known.admission,
-            note.reason << events.HALF | 1,
-            known.prompt_tokens << events.HALF | note.output_tokens,
-            known.hit_tokens << events.HALF | known.external_tokens,
-            known.peak,
-            (known.held_sum << TICK_SHIFT) // 1000,
-            known.preemptions << events.HALF | known.refusals & events.LOW,
-            self._groups,
-            *[r << events.HALF | n for r, n in zip(known.reused, known.new)],  # noqa: B905  # of one length
-            *identity,
+        words = self._words
+        self._finished_at = len(words)
+        words.fromlist(
+            [
+                events.head(events.FINISHED, 11 + self._groups + len(identity), known.number),
+                time,
+                known.arrival,
+                known.admission,
+                reason << events.HALF | 1,
+                known.prompt_tokens << events.HALF | output_tokens,
+                known.hit_tokens << events.HALF | known.external_tokens,
+                known.peak,
+                (known.held_sum << TICK_SHIFT) // 1000,
+                known.preemptions << events.HALF | known.refusals & events.LOW,
+                self._groups,
+                *[r << events.HALF | n for r, n in zip(known.reused, known.new)],  # noqa: B905  # of one length
+            ]
         )
+        words.extend(identity)
         self._count += 1
 
     # -- blocks --------------------------------------------------------------------------------------------------
@@ -285,87 +239,67 @@ class Ledger:
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
-    def _turn(self, note: Turn, scheduler: Any) -> None:
-        now, output = note.time, note.output
+    def _turn(self, note: Note) -> None:
+        _, time, tokens, admissions, names, new, (running, waiting), free, cached, backlog, lookups = note
+        tick = time >> TICK_SHIFT
         details: list[int] = []
-        count = self._scheduled(note, scheduler, details)
-        self._steps += 1
-        self._tokens += output.total_num_scheduled_tokens
-        running, waiting = note.counts
-        self._words += (
-            self._step_head,
-            now,
-            running << events.HALF | waiting,
-            note.free << events.HALF | note.cached,
-            self._steps,
-            self._tokens,
-            self._new,
-            self._reused,
-            self._released,
-            self._preemptions,
-            self._refusals,
-            self._queried,
-            self._hit,
-            *note.backlog,
-        )
-        self._words += details
-        self._count += count + 1
-
-    def _scheduled(self, note: Turn, scheduler: Any, details: list[int]) -> int:
-        """Add the records of what a step gave to whom; returns how many."""
-        tick = note.time >> TICK_SHIFT
-        count = 0
-        for data, lengths in zip(note.output.scheduled_new_reqs, note.lengths):  # noqa: B905  # of one length
-            ids = [group_ids[:length] for group_ids, length in zip(data.block_ids, lengths)]  # noqa: B905  # as above
-            self._admitted(note, scheduler, data.req_id, ids, data.num_computed_tokens, details)
-            count += 1
-        rows = note.output.scheduled_cached_reqs
-        resumed = rows.resumed_req_ids
+        count = len(admissions) + 1
+        for admission in admissions:
+            self._admitted(admission, time, lookups, details)
+        resumed = {admission[0] for admission in admissions}
         requests = self._requests
         # Most rows got nothing in a step: the two iterators pass over those without a turn of this loop.
-        for request_id, ids in zip(  # noqa: B905  # as many as there are true rows
-            compress(rows.req_ids, rows.new_block_ids), filter(None, rows.new_block_ids)
-        ):
-            count += 1
+        for request_id, ids in zip(compress(names, new), filter(None, new)):  # noqa: B905  # as many as there are true rows
             if request_id in resumed:
-                computed = rows.num_computed_tokens[rows.req_ids.index(request_id)]
-                self._admitted(note, scheduler, request_id, ids, computed, details)
                 continue
-            known = requests.get(request_id)
-            if known is None:
-                known = self._adopt(scheduler, request_id, note.time)
-            elif self._simple:
+            count += 1
+            known = requests.get(request_id) or self._find(request_id, time)
+            if self._simple:
                 blocks = len(ids[0])
                 known.new[0] += blocks
                 known.lengths[0] += blocks
                 known.held += blocks
                 known.weighted += blocks * tick
                 self._new += blocks
-                details += (known.allocated_head, blocks)
-                continue
-            self._appended(request_id, known, ids, tick, details)
-        if self._connector and note.lookups:
-            self._tried(note)
+                details += (self._allocated_head | known.number, blocks)
+            else:
+                self._appended(request_id, known, ids, tick, details)
+        if self._connector and lookups:
+            self._tried(lookups, tick)
         if self._refused:
             details += [events.head(events.REFUSED, 1, number) for number in self._refused]
             count += len(self._refused)
             self._refused = []
         if self._victims:
-            count += self._preempted(rows, details)
-        return count
-
-    def _adopt(self, scheduler: Any, request_id: str, time: int) -> _Request:
-        """Know a request that ran before us; what it holds counts as new, less what this step gave to it."""
-        request = live.known_requests(scheduler).get(request_id)
-        if request is None:
-            return self._know(events.Identity(request_id), time, 0)
-        return self._know(live.identity(request), time, request.num_prompt_tokens)
+            count += self._preempted(names, new, details)
+        self._steps += 1
+        self._tokens += tokens
+        self._words.fromlist(
+            [
+                self._step_head,
+                time,
+                running << events.HALF | waiting,
+                free << events.HALF | cached,
+                self._steps,
+                self._tokens,
+                self._new,
+                self._reused,
+                self._released,
+                self._preemptions,
+                self._refusals,
+                self._queried,
+                self._hit,
+                *backlog,
+                *details,
+            ]
+        )
+        self._count += count
 
     def _appended(
         self, request_id: str, known: _Request, ids: Sequence[Sequence[int]], tick: int, details: list[int]
     ) -> None:
         held, got = known.held, 0
-        details.append(known.allocated_head)
+        details.append(self._allocated_head | known.number)
         for group, group_ids in enumerate(ids):
             blocks = self._cache.real_ids(group_ids)
             known.new[group] += blocks
@@ -376,17 +310,12 @@ class Ledger:
         self._hold(request_id, known, tick)
         self._released += held + got - known.held
 
-    def _admitted(  # noqa: PLR0913, PLR0917  # the columns of vLLM's row, and where to write
-        self,
-        note: Turn,
-        scheduler: Any,
-        request_id: str,
-        ids: Sequence[Sequence[int]],
-        computed: int,
-        details: list[int],
+    def _admitted(
+        self, admission: live.Admission, time: int, lookups: dict[str, tuple[Any, int]], details: list[int]
     ) -> None:
-        known = self._requests.get(request_id) or self._adopt(scheduler, request_id, note.time)
-        found = note.lookups.pop(request_id, None)
+        request_id, ids, computed = admission
+        known = self._find(request_id, time)
+        found = lookups.pop(request_id, None)
         given = known.given
         if found is not None:
             given = self._give(known, found[0], ids)
@@ -397,7 +326,7 @@ class Ledger:
         self._queried += known.prompt_tokens
         known.external_tokens = computed - known.hit_tokens
         details += (
-            events.head(events.RESUMED if known.admission else events.ADMITTED, 2 + self._groups, known.number),
+            (self._resumed_head if known.admission else self._admitted_head) | known.number,
             known.hit_tokens << events.HALF | known.external_tokens,
         )
         for group, group_ids in enumerate(ids):
@@ -408,25 +337,25 @@ class Ledger:
             known.lengths[group] = len(group_ids)
             self._new += blocks
             details.append(given[group] << events.HALF | real - given[group])
-        self._hold(request_id, known, note.time >> TICK_SHIFT)
-        known.admission = known.admission or note.time
+        self._hold(request_id, known, time >> TICK_SHIFT)
+        known.admission = known.admission or time
         known.told_refused = False
 
-    def _tried(self, note: Turn) -> None:
+    def _tried(self, lookups: dict[str, tuple[Any, int]], tick: int) -> None:
         """Of the requests that were looked up but did not run, count the blocks of those that wait for a connector."""
-        for request_id, (found, tokens) in note.lookups.items():
+        for request_id, (found, tokens) in lookups.items():
             known = self._requests.get(request_id)
             if known is not None and known.given is None and any(tables := self._cache.ids(request_id)):
                 self._give(known, found, tables)
-                self._catch_up(request_id, known, [len(ids) for ids in tables], note.time >> TICK_SHIFT)
+                self._catch_up(request_id, known, [len(ids) for ids in tables], tick)
                 known.hit_tokens = tokens
                 self._hit += tokens
 
-    def _preempted(self, rows: Any, details: list[int]) -> int:
+    def _preempted(self, names: Sequence[str], new: Sequence[Any], details: list[int]) -> int:
         """Add the records of the step's preemptions, each with the number of who got some of those blocks."""
         got = [
             (self._requests[request_id].number, {block for group in ids for block in group})
-            for request_id, ids in zip(rows.req_ids, rows.new_block_ids)  # noqa: B905  # of one length
+            for request_id, ids in zip(names, new)  # noqa: B905  # of one length
             if ids and request_id in self._requests
         ]
         victims, self._victims = self._victims, []

@@ -7,12 +7,12 @@ from 0.17.1 to the newest, unless it says otherwise.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from vllm_kvfix import events
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 _REASONS = {
     status: events.FINISH_REASONS.index(reason)
@@ -29,6 +29,10 @@ _REASONS = {
 _KEEPING = frozenset({"FullAttentionManager"})
 # Managers that replace blocks by the null block from the front of the table on.
 _FROM_THE_FRONT = frozenset({"FullAttentionManager", "SlidingWindowManager", "ChunkedLocalAttentionManager"})
+
+
+Admission: TypeAlias = "tuple[str, list[list[int]], int]"
+"""A request that began to run, or ran again: its id, the ids in its table of each group, the tokens computed before."""
 
 
 def cache_config(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
@@ -78,9 +82,32 @@ def finish_reason(request: Any) -> int:
 
 def identity(request: Any) -> events.Identity:
     """The id of a ``Request``, and the caller's trace context where the front end handed its headers on."""
-    headers = request.trace_headers
+    return identity_of(request.request_id, request.trace_headers)
+
+
+def identity_of(request_id: str, headers: Mapping[str, str] | None) -> events.Identity:
+    """As :func:`identity`, of a request's id and its ``trace_headers``."""
     context = events.parse_traceparent(headers.get("traceparent")) if headers else None
-    return events.Identity(request.request_id, context)
+    return events.Identity(request_id, context)
+
+
+def admissions(output: Any) -> list[Admission]:
+    """Who began to run, or ran again, in the step of a ``SchedulerOutput``.
+
+    The lists are copied: a worker in the same process extends vLLM's own later.
+    """
+    made = [
+        (row.req_id, [list(ids) for ids in row.block_ids], row.num_computed_tokens) for row in output.scheduled_new_reqs
+    ]
+    rows = output.scheduled_cached_reqs
+    resumed = rows.resumed_req_ids
+    if resumed:
+        made += [
+            (name, [list(ids) for ids in tables], computed)
+            for name, tables, computed in zip(rows.req_ids, rows.new_block_ids, rows.num_computed_tokens)  # noqa: B905
+            if name in resumed
+        ]
+    return made
 
 
 class CacheView:

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import logging
 import time
+from array import array
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvfix import events, faults, live, upstream
-from vllm_kvfix.ledger import Arrival, End, Freeing, Keeping, Ledger, Preemption, Refusal, Turn
+from vllm_kvfix.ledger import ARRIVAL, END, FREEING, KEEPING, PREEMPTION, REFUSAL, TURN, Ledger
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(upstream.LOGGER_NAME)
 
-FLUSH_NS = 10_000_000
-MOST_NOTES = 256
+FLUSH_NS = 20_000_000
+MOST_NOTES = 128  # worked up in some 0.5 ms at most
 CONFIG_NS = 5_000_000_000
 MOST_FAULTS = 10
 _NOBODY: frozenset[int] = frozenset()
@@ -42,7 +43,7 @@ class Recorder:
         self.off = False
         self._clock = clock
         self._cache = live.CacheView(scheduler)
-        self._config = events.encode(self._cache.config(scheduler))
+        self._config = array("Q", events.encode(self._cache.config(scheduler)))
         connector = live.has_connector(scheduler)
         self._ledger = Ledger(self._cache, connector=connector)
         # Tables in which blocks are replaced, and those of requests that wait for a connector, must be looked at in the
@@ -51,6 +52,8 @@ class Recorder:
         self._notes: list[Note] = []
         self._lookups = _NO_LOOKUPS
         self._kept: set[str] = set()
+        for request in live.known_requests(scheduler).values():
+            self._ledger.adopt(request, clock(), self._cache.lengths(request.request_id))
         self._flushed = self._configured = self._faults = 0
 
     def arrived(self, request: Any) -> None:
@@ -59,9 +62,9 @@ class Recorder:
             return
         try:
             now = self._clock()
-            self._notes.append(Arrival(now, request, request.num_prompt_tokens))
+            self._notes.append((ARRIVAL, now, request.request_id, request.trace_headers, request.num_prompt_tokens))
             if len(self._notes) > MOST_NOTES and not self.inside_step:  # arrivals without end while the engine pauses
-                self._flush(now, None)
+                self._flush(now)
         except Exception as error:  # noqa: BLE001  # nothing of ours may reach vLLM
             self._fault("add_request", error)
 
@@ -73,7 +76,7 @@ class Recorder:
 
     def refused(self, request: Any) -> None:
         """A waiting request was tried and found too few free blocks."""
-        self._notes.append(Refusal(request))
+        self._notes.append((REFUSAL, request.request_id))
 
     def preempting(self, request: Any) -> None:
         """A running request is about to lose its blocks."""
@@ -83,9 +86,9 @@ class Recorder:
             request_id = request.request_id
             # Outside a step a whole cache is reset, and nobody in particular takes its blocks.
             ids = self._cache.block_ids(request_id) if self.inside_step else _NOBODY
-            self._notes.append(Preemption(self._clock(), request, self._cache.lengths(request_id), ids))
+            self._notes.append((PREEMPTION, self._clock(), request_id, self._cache.lengths(request_id), ids))
             if self._at_once:
-                self._work_up(None)
+                self._work_up()
         except Exception as error:  # noqa: BLE001  # nothing of ours may reach vLLM
             self._fault("_preempt_request", error)
 
@@ -94,30 +97,32 @@ class Recorder:
         if self.off:
             return
         try:
+            request_id = request.request_id
             self._notes.append(
-                End(
+                (
+                    END,
                     self._clock(),
-                    request,
+                    request_id,
                     live.finish_reason(request),
                     request.num_output_tokens,
-                    self._cache.lengths(request.request_id),
+                    self._cache.lengths(request_id),
                 )
             )
             if self._at_once:
-                self._work_up(None)
+                self._work_up()
         except Exception as error:  # noqa: BLE001  # nothing of ours may reach vLLM
             self._fault("_free_request", error)
 
     def kept(self, request: Any) -> None:
         """After :meth:`finishing`: vLLM did not free the blocks, a KV connector still reads them."""
         self._kept.add(request.request_id)
-        self._notes.append(Keeping(request))
+        self._notes.append((KEEPING, request.request_id))
 
     def freed(self, request: Any) -> None:
         """Blocks of a request were freed; news only if they had been kept."""
         if self._kept and request.request_id in self._kept:
             self._kept.discard(request.request_id)
-            self._notes.append(Freeing(self._clock(), request))
+            self._notes.append((FREEING, self._clock(), request.request_id))
 
     def after_step(self, scheduler: Any, output: Any) -> None:
         """A step was scheduled; ``output`` is its ``SchedulerOutput``."""
@@ -129,29 +134,35 @@ class Recorder:
             counts = scheduler.get_request_counts()
             lookups, self._lookups = self._lookups, _NO_LOOKUPS
             cache = self._cache
-            new = output.scheduled_new_reqs
-            lengths = [[len(ids) for ids in row.block_ids] for row in new] if new else []
+            rows = output.scheduled_cached_reqs
+            admissions = live.admissions(output) if output.scheduled_new_reqs or rows.resumed_req_ids else ()
             self._notes.append(
-                Turn(now, output, lengths, counts, cache.free(), cache.cached(), cache.backlog(), lookups)
+                (
+                    TURN,
+                    now,
+                    output.total_num_scheduled_tokens,
+                    admissions,
+                    rows.req_ids,
+                    rows.new_block_ids,
+                    counts,
+                    cache.free(),
+                    cache.cached(),
+                    cache.backlog(),
+                    lookups,
+                )
             )
-            if (
-                now - self._flushed > FLUSH_NS
-                or self._at_once
-                or len(self._notes) > MOST_NOTES
-                or not counts[0]
-                or output.scheduled_cached_reqs.resumed_req_ids
-            ):
-                self._flush(now, scheduler)
+            if now - self._flushed > FLUSH_NS or self._at_once or len(self._notes) > MOST_NOTES or not counts[0]:
+                self._flush(now)
         except Exception as error:  # noqa: BLE001  # nothing of ours may reach vLLM
             self._fault("schedule", error)
 
-    def _work_up(self, scheduler: Any) -> None:
+    def _work_up(self) -> None:
         notes, self._notes = self._notes, []
-        self._ledger.work_up(notes, scheduler)
+        self._ledger.work_up(notes)
 
-    def _flush(self, now: int, scheduler: Any) -> None:
+    def _flush(self, now: int) -> None:
         """Publish what was noted."""
-        self._work_up(scheduler)
+        self._work_up()
         words, count = self._ledger.take()
         self._flushed = now
         if now - self._configured > CONFIG_NS:
@@ -178,7 +189,7 @@ class Recorder:
         if not self.off:
             self.off = True
             try:
-                self._flush(self._clock(), None)
+                self._flush(self._clock())
             except Exception as error:  # noqa: BLE001  # nothing of ours may reach vLLM
                 self._fault("close", error)
         self.writer.close()

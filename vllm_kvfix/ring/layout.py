@@ -84,7 +84,7 @@ def capacity(size: int) -> int:
     return (size - HEADER_BYTES) // WORD
 
 
-def frame(position: int, first_event: int, events: int, payload: list[int]) -> array[int]:
+def frame(position: int, first_event: int, events: int, payload: list[int] | array[int]) -> array[int]:
     """The words of one frame.
 
     Args:
@@ -97,7 +97,7 @@ def frame(position: int, first_event: int, events: int, payload: list[int]) -> a
         OverflowError: A word is out of range.
     """
     words = array("Q", (FRAME_TAG << 32 | (len(payload) + FRAME_HEADER_WORDS), position, first_event, events << 32))
-    words.fromlist(payload)
+    words.extend(payload if isinstance(payload, array) else array("Q", payload))
     words[3] |= zlib.crc32(words)
     return words
 

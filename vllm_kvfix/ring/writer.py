@@ -75,6 +75,9 @@ class RingWriter:
         words = memoryview(self._map).cast("B").cast("Q")
         self._header = words[: layout.HEADER_BYTES // layout.WORD]
         self._body = words[layout.HEADER_BYTES // layout.WORD :]
+        # The first store to a page costs many times the later ones: make it here.
+        for first in range(0, capacity, mmap.PAGESIZE // layout.WORD):
+            self._body[first] = 0
         for field, content in (
             (layout.BOOT_ID_BYTES, origin.boot_id),
             (layout.VLLM_VERSION_BYTES, origin.vllm_version.encode()),
@@ -101,7 +104,7 @@ class RingWriter:
         """Say whether the fix is in force; ``state`` is one of ``layout.PATCH_STATES``."""
         self._header[layout.PATCH_STATE_WORD] = layout.PATCH_STATES.index(state)
 
-    def write(self, payload: list[int], events: int) -> bool:
+    def write(self, payload: list[int] | array[int], events: int) -> bool:
         """Publish one frame; False where it was given up, and its events counted as dropped.
 
         Args:
