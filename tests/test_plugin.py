@@ -97,6 +97,23 @@ def test_one_info_line_where_a_scheduler_is_made_and_none_elsewhere(vllm: Path) 
     assert log == ""
 
 
+@pytest.mark.parametrize("first", ["v1.core.sched.scheduler", "v1.core.kv_cache_manager", "v1.kv_cache_interface"])
+def test_every_method_is_replaced_whichever_module_is_imported_first(vllm: Path, first: str) -> None:
+    """All five methods are replaced once the scheduler is there, also where its import brings the others."""
+    said, _ = run(
+        f"""
+        import importlib
+        plugin.register()
+        importlib.import_module("vllm.{first}")
+        importlib.import_module("vllm.v1.core.sched.scheduler")
+        say(replaced=len(plugin.report()[0].replaced))
+        """,
+        vllm,
+        VLLM_KVFIX_PATCH="force",
+    )
+    assert said == {"replaced": 5}
+
+
 def test_an_unknown_source_is_left_alone_with_one_warning(vllm: Path) -> None:
     """Without a known digest nothing is replaced, and one WARNING names the reason and the next step."""
     said, log = run(

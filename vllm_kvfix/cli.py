@@ -38,8 +38,9 @@ _COLOURS = {
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="vllm-kvfix",
-        description="Fixes the host-memory leak of vLLM 0.17.1 to 0.25.1 without an upgrade. Once installed beside "
-        "vLLM, the fix applies itself at the next start; this command tells whether it would.",
+        description="Fixes the host-memory leak of vLLM 0.17.1 to 0.25.1 without an upgrade, and shows the KV blocks "
+        "of live engines. Once installed beside vLLM, both begin by themselves at its next start; `status` tells "
+        "whether they would, `sidecar` shows what is seen.",
         epilog="`vllm-kvfix COMMAND --help` says more.",
     )
     parser.add_argument("--version", action="version", version=f"vllm-kvfix {__version__}")
@@ -54,6 +55,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     status_parser.add_argument("--json", action="store_true", help="print one JSON object")
     status_parser.add_argument("--python", metavar="PATH", help="look at the environment of this interpreter")
+    sidecar_parser = commands.add_parser(
+        "sidecar",
+        help="show live engines: metrics for Prometheus, spans and metrics by OTLP (extra `sidecar`)",
+        add_help=False,
+    )
+    sidecar_parser.add_argument("arguments", nargs=argparse.REMAINDER)
     demo_parser = commands.add_parser(
         "demo",
         help="show the leak and the fix on a real engine with a tiny model (CPU, minutes)",
@@ -98,6 +105,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from vllm_kvfix.demo.run import main as demo  # noqa: PLC0415  # status must stay fast
 
         return demo(argv[1:])
+    if argv[:1] == ["sidecar"]:
+        from vllm_kvfix_sidecar.__main__ import main as sidecar  # noqa: PLC0415  # as above
+
+        return sidecar(argv[1:])
     arguments = _parser().parse_args(argv)
     out = io.StringIO()
     code = _status(arguments, os.environ, out, colour=sys.stdout.isatty() and not os.environ.get("NO_COLOR"))

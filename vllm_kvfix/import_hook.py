@@ -74,7 +74,8 @@ _finder = _Finder()
 def when_imported(name: str, callback: Callback) -> None:
     """Call ``callback(module)`` once ``name`` has run: now, if it has already; else right after its next import.
 
-    Several callbacks for one name run in the order in which they came. ``callback`` must not raise: its exception would
+    An import that has begun already goes unseen. Several callbacks for one name run in the order in which they came.
+    ``callback`` must not raise: its exception would
     be that of the import.
     """
     module = sys.modules.get(name)

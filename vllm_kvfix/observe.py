@@ -164,13 +164,12 @@ class Observation:
         self._replacements: list[patching.Replacement] = []
 
     def wait(self) -> None:
-        """Have the hooks put in when vLLM's scheduler has been imported; imports nothing itself."""
-        # By way of a module that is imported before, so that we come after the back-ports that wait so too, and lie on
-        # top of them: what lies below a wrapper of any signature cannot have a fast one.
-        import_hook.when_imported(
-            upstream.CACHE_MANAGER_MODULE,
-            lambda _: import_hook.when_imported(upstream.SCHEDULER_MODULE, self._arrived),
-        )
+        """Have the hooks put in when vLLM's scheduler has been imported; imports nothing itself.
+
+        To be called after the back-ports wait, so that the hooks lie on top of theirs: below a wrapper that takes any
+        arguments, theirs could not be fast.
+        """
+        import_hook.when_imported(upstream.SCHEDULER_MODULE, self._arrived)
 
     def _arrived(self, scheduler_module: ModuleType) -> None:
         try:

@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(upstream.LOGGER_NAME)
 
-# Its import brings the modules of the other sites with it, except the scheduler's, which imports this one.
+# Its import brings the modules of the other sites with it, except the scheduler's, which imports this one: when this
+# one arrives, that one's import has begun, and it is too late to ask for it.
 _FIRST_MODULE = upstream.CACHE_MANAGER_MODULE
+_LAST_MODULE = upstream.SCHEDULER_MODULE
 
 
 @dataclass(frozen=True)
@@ -53,13 +55,14 @@ class _Application:
 
     def wait(self) -> None:
         import_hook.when_imported(_FIRST_MODULE, self._first_module_arrived)
+        import_hook.when_imported(_LAST_MODULE, self._arrived)
 
     def _first_module_arrived(self, module: ModuleType) -> None:
         try:
             self._decide(module)
             self._arrived(module)
             for name in dict.fromkeys(site.module for site in self._sites):
-                if name != module.__name__:
+                if name not in {module.__name__, _LAST_MODULE}:
                     import_hook.when_imported(name, self._arrived)
         except Exception as error:  # noqa: BLE001  # this runs inside an import of vLLM's
             self._fail(error)
@@ -108,7 +111,7 @@ class _Application:
 
     def restore(self) -> None:
         """Give the originals back; what somebody replaced since goes to ``_left``."""
-        import_hook.forget([_FIRST_MODULE, *(site.module for site in self._sites)])
+        import_hook.forget([_FIRST_MODULE, _LAST_MODULE, *(site.module for site in self._sites)])
         self._sites = ()
         _left.extend(replacement for replacement in self.replacements if not patching.restore(replacement))
         self.replacements = []

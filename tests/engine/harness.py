@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 ALLOW_MISSING_VARIABLE = "VLLM_KVFIX_ALLOW_MISSING"
 """Comma-separated releases whose engine may be missing on this machine: their tests then xfail instead of failing."""
 
+RING_FOLDER = "VLLM_KVFIX_RING_DIR"
 REQUESTS = 240
 CONCURRENCY = 12
 LOAD_TIMEOUT_S = 600
@@ -90,6 +91,7 @@ class Workshop:
             self.work,
             name=f"{release}-{name}",
             arguments=[*ENGINE_ARGUMENTS, *arguments],
+            environ={RING_FOLDER: str(self.work / "rings")},
             plugin_path=plugin,
         )
         report_file = self.work / f"{release}-{name}-load.json"
@@ -116,7 +118,11 @@ class Workshop:
     def in_process(self, release: str, mode: str) -> tuple[dict[str, Any], list[str]]:
         """Run an engine inside one script's process; returns what the script reports and our lines in its output."""
         environment = self.environment(release)
-        settings: Mapping[str, str] = {"VLLM_KVFIX_PATCH": mode, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        settings: Mapping[str, str] = {
+            "VLLM_KVFIX_PATCH": mode,
+            RING_FOLDER: str(self.work / "rings"),
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        }
         report_file = self.work / f"{release}-in-process-{mode}.json"
         metadata = distribution_name(environment, self.work / "metadata" / release)
         done = subprocess.run(
