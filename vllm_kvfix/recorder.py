@@ -27,6 +27,7 @@ logger = logging.getLogger(upstream.LOGGER_NAME)
 
 FLUSH_NS = 20_000_000
 MOST_NOTES = 128  # worked up in some 0.5 ms at most
+WORDS_OF_A_NOTE = 40  # at most, nearly always: so that what a small ring is given at once fits in
 CONFIG_NS = 5_000_000_000
 MOST_FAULTS = 10
 _NOBODY: frozenset[int] = frozenset()
@@ -50,6 +51,7 @@ class Recorder:
         # step that told of them.
         self._at_once = connector or not self._cache.keeping
         self._notes: list[Note] = []
+        self._most_notes = min(MOST_NOTES, writer.largest // WORDS_OF_A_NOTE)
         self._lookups = _NO_LOOKUPS
         self._kept: set[str] = set()
         for request in live.known_requests(scheduler).values():
@@ -63,7 +65,9 @@ class Recorder:
         try:
             now = self._clock()
             self._notes.append((ARRIVAL, now, request.request_id, request.trace_headers, request.num_prompt_tokens))
-            if len(self._notes) > MOST_NOTES and not self.inside_step:  # arrivals without end while the engine pauses
+            if (
+                len(self._notes) > self._most_notes and not self.inside_step
+            ):  # arrivals without end while the engine pauses
                 self._flush(now)
         except Exception as error:  # noqa: BLE001  # nothing of ours may reach vLLM
             self._fault("add_request", error)
@@ -151,7 +155,7 @@ class Recorder:
                     lookups,
                 )
             )
-            if now - self._flushed > FLUSH_NS or self._at_once or len(self._notes) > MOST_NOTES or not counts[0]:
+            if now - self._flushed > FLUSH_NS or self._at_once or len(self._notes) > self._most_notes or not counts[0]:
                 self._flush(now)
         except Exception as error:  # noqa: BLE001  # nothing of ours may reach vLLM
             self._fault("schedule", error)

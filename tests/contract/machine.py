@@ -112,6 +112,9 @@ REQUIRED: tuple[str, ...] = (
     "prefix cache reset with running requests",
     "without prefix caching",
     "without chunked prefill",
+    "recorded: blocks",
+    "recorded: reused blocks",
+    "recorded: refusals",
 )
 
 

@@ -21,7 +21,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from tests import releases
-from tests.contract import accounts, driver, machine, replaced, running_release, scenarios
+from tests.contract import accounts, driver, machine, replaced, running_release, scenarios, watching
 
 
 def examine(release: str, workloads: int, seed: int, *, shrink: bool = False) -> dict[str, Any]:
@@ -37,6 +37,7 @@ def examine(release: str, workloads: int, seed: int, *, shrink: bool = False) ->
         with accounts.ring_folder() as folder:
             result["observed"] = replacements({"VLLM_KVFIX_PATCH": "off", "VLLM_KVFIX_RING_DIR": str(folder)})
         totals = machine.run(workloads, seed, totals, shrink=shrink)
+        result["watched"] = watching.run()
         result["scenarios"] = scenarios.run() if known.affected else {}
         result["uncovered"] = [name for name in machine.required() if not totals.coverage[name]]
         result["failure"] = None

@@ -20,6 +20,14 @@ REPLACED = {
     "vllm.v1.core.single_type_kv_cache_manager.SingleTypeKVCacheManager.__init__",
     "vllm.v1.core.single_type_kv_cache_manager.SingleTypeKVCacheManager.take_new_block_ids",
 }
+# What watching wraps, on every release.
+OBSERVED = {
+    "vllm.v1.core.kv_cache_manager.KVCacheManager.get_computed_blocks",
+    *(
+        f"vllm.v1.core.sched.scheduler.Scheduler.{name}"
+        for name in ("__init__", "schedule", "add_request", "_preempt_request", "_free_request", "_free_blocks")
+    ),
+}
 
 
 @pytest.mark.contract
@@ -42,6 +50,8 @@ def test_release(fleet: Fleet, release: str) -> None:
     else:
         assert result["backlog_without"] == 0
         assert result["replaced"] == [], "on a release that needs no fix, nothing may be replaced"
+    assert set(result["observed"]) == OBSERVED
+    assert result["watched"], "no scenario of watching was run"
     assert outcome.code == 0
 
 

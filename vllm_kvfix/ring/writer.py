@@ -71,7 +71,8 @@ class RingWriter:
         self.dropped = 0
         self._head = 0
         self._events = 0
-        self._largest = capacity // LARGEST_FRAME_SHARE
+        self.largest = capacity // LARGEST_FRAME_SHARE
+        """Most words of a frame; what is larger is given up."""
         words = memoryview(self._map).cast("B").cast("Q")
         self._header = words[: layout.HEADER_BYTES // layout.WORD]
         self._body = words[layout.HEADER_BYTES // layout.WORD :]
@@ -112,7 +113,7 @@ class RingWriter:
             events: How many events it holds.
         """
         head, n = self._head, len(payload) + layout.FRAME_HEADER_WORDS
-        if n > self._largest:
+        if n > self.largest:
             self.drop(events)
             return False
         self._store(head, n, layout.frame(head, self._events, events, payload))
