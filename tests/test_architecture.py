@@ -41,6 +41,8 @@ EDGES = {
     "__init__": set(),
 }
 THIRD_PARTY = {"packaging"}
+# What the sidecar may take from the plugin: the contract between them, and nothing that runs inside vLLM.
+SHARED = {"__version__", "events", "ring"}
 
 
 # Each source file of the plugin with the name of the module, or of the sub-package, that it belongs to.
@@ -105,3 +107,12 @@ def test_importing_every_module_changes_nothing_of_vllm() -> None:
             importlib.import_module(f"vllm_kvfix.{module}")
     assert sys.meta_path == before
     assert not [name for name in sys.modules if name.split(".")[0] == "vllm"]
+
+
+def test_the_sidecar_takes_only_the_contract_from_the_plugin() -> None:
+    """The sidecar imports the events and the ring of the plugin, no vLLM, and no torch."""
+    for path in sorted((ROOT / "sidecar" / "vllm_kvfix_sidecar").rglob("*.py")):
+        for name in imports(path):
+            parts = name.split(".")
+            assert parts[0] not in {"vllm", "torch"}, f"{path} imports {name}"
+            assert parts[0] != "vllm_kvfix" or parts[1] in SHARED, f"{path} imports {name}"

@@ -8,6 +8,7 @@ import re
 from tests.support import ROOT
 from vllm_kvfix import __version__
 from vllm_kvfix.backports import BACKPORTS
+from vllm_kvfix_sidecar.tables import markdown_table
 
 README = (ROOT / "README.md").read_text()
 
@@ -34,6 +35,11 @@ def table() -> str:
 def test_the_table_of_back_ports_is_the_tuple() -> None:
     """The README's table is what BACKPORTS gives; a new back-port cannot be forgotten there."""
     assert block("backports") == table()
+
+
+def test_the_tables_of_names_are_the_conventions() -> None:
+    """The tables of metrics and attributes are those that `python -m vllm_kvfix_sidecar.conventions` prints."""
+    assert block("conventions") == markdown_table()
 
 
 def test_version_and_changelog_agree() -> None:
