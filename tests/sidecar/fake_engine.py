@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from opentelemetry.sdk.trace import ReadableSpan
+
     from vllm_kvfix_sidecar.metrics import SpanCounts
 
 SECOND = 10**9

@@ -11,11 +11,11 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+
+from tests.support import ROOT
 from vllm_kvfix_sidecar import conventions
 from vllm_kvfix_sidecar.conventions import Kind, Metric, Name
 from vllm_kvfix_sidecar.tables import markdown_table
-
-from tests.support import ROOT
 
 MODULES = sorted(set((ROOT / "sidecar" / "vllm_kvfix_sidecar").glob("*.py")) - {Path(conventions.__file__)})
 DEFINED = [value for value in vars(conventions).values() if isinstance(value, Name)]

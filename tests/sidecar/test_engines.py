@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vllm_kvfix_sidecar import cursors, engines, refusals
-from vllm_kvfix_sidecar.cursors import Cursor
-from vllm_kvfix_sidecar.engines import Engine, Engines
-from vllm_kvfix_sidecar.processes import boot_id_of, process_runs
 
 from tests.sidecar.fake_engine import BOOT, FakeEngine, other_process, start_time_of, step
 from vllm_kvfix.ring import layout
 from vllm_kvfix.ring.reader import RingReader
+from vllm_kvfix_sidecar import cursors, engines, refusals
+from vllm_kvfix_sidecar.cursors import Cursor
+from vllm_kvfix_sidecar.engines import Engine, Engines
+from vllm_kvfix_sidecar.processes import boot_id_of, process_runs
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -15,15 +15,15 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.trace import SpanContext, TraceFlags
+
+from tests.sidecar.collectors import over_grpc, over_http, wait_until
+from tests.sidecar.test_metrics import CONFIG, KEY, SPAN, STEP, engine_of, header, record
 from vllm_kvfix_sidecar import conventions, export, push, telemetry_settings
 from vllm_kvfix_sidecar.export import BatchSink
 from vllm_kvfix_sidecar.metrics import EngineKey, Metrics, SpanCounts
 from vllm_kvfix_sidecar.push import Converter, Pusher
 from vllm_kvfix_sidecar.readings import Reader
 from vllm_kvfix_sidecar.telemetry_settings import SettingError, Signal, Telemetry
-
-from tests.sidecar.collectors import over_grpc, over_http, wait_until
-from tests.sidecar.test_metrics import CONFIG, KEY, SPAN, STEP, engine_of, header, record
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

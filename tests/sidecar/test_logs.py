@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from vllm_kvfix_sidecar import logs
 from vllm_kvfix_sidecar.logs import Digest, JsonFormatter, PlainFormatter, fields
 

@@ -17,11 +17,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
-from vllm_kvfix_sidecar import conventions
-from vllm_kvfix_sidecar.service import _destination
 
 from tests.sidecar.collectors import over_grpc, over_http, wait_until
 from tests.sidecar.fake_engine import FakeEngine, life
+from vllm_kvfix_sidecar import conventions
+from vllm_kvfix_sidecar.service import _destination
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

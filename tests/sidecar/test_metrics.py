@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from opentelemetry.trace import SpanContext, TraceFlags
+
+from vllm_kvfix.events import Blocks, Config, Group, Step
+from vllm_kvfix.ring.layout import PATCH_STATES
+from vllm_kvfix.ring.reader import Header
 from vllm_kvfix_sidecar import conventions
 from vllm_kvfix_sidecar.conventions import ATTR_GROUP, ATTR_OUTCOME, ATTR_RING_FILE, ATTR_STATE, Metric
 from vllm_kvfix_sidecar.metrics import KEEP_ENDED_S, LARGEST, REASONS, EngineKey, EngineMetrics, Histogram, Metrics
 from vllm_kvfix_sidecar.readings import Cost, HistogramValue, Point, Reader, own_cost
 from vllm_kvfix_sidecar.requests import RequestRecord
-
-from vllm_kvfix.events import Blocks, Config, Group, Step
-from vllm_kvfix.ring.layout import PATCH_STATES
-from vllm_kvfix.ring.reader import Header
 
 if TYPE_CHECKING:
     from pathlib import Path

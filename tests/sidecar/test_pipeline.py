@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING
 import pytest
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, Sampler
-from vllm_kvfix_sidecar import conventions, cursors, pipeline
-from vllm_kvfix_sidecar.metrics import Metrics
-from vllm_kvfix_sidecar.pipeline import Pipeline
-from vllm_kvfix_sidecar.spans import SpanMaker
 
 from tests.sidecar.fake_engine import SECOND, FakeEngine, Sink, admitted, arrived, finished, life, other_process, step
 from vllm_kvfix import events
 from vllm_kvfix.events import Blocks, Config, Group
 from vllm_kvfix.ring import layout
 from vllm_kvfix.ring.reader import RingReader
+from vllm_kvfix_sidecar import conventions, cursors, pipeline
+from vllm_kvfix_sidecar.metrics import Metrics
+from vllm_kvfix_sidecar.pipeline import Pipeline
+from vllm_kvfix_sidecar.spans import SpanMaker
 
 if TYPE_CHECKING:
     from collections.abc import Callable

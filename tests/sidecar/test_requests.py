@@ -8,18 +8,19 @@ from typing import TYPE_CHECKING
 
 from hypothesis import given
 from hypothesis import strategies as st
-from vllm_kvfix_sidecar import requests
-from vllm_kvfix_sidecar.details import FIRST_DETAILS, Merged, blocks_of, merged
-from vllm_kvfix_sidecar.requests import RequestRecord, RequestTracker, SpanIds
 
 from tests.sidecar.fake_engine import SECOND, admitted, allocated, arrived, finished, identity, life, step
 from vllm_kvfix import events
 from vllm_kvfix.events import Blocks, Freed, Preempted, Refused, TraceContext
+from vllm_kvfix_sidecar import requests
+from vllm_kvfix_sidecar.details import FIRST_DETAILS, Merged, blocks_of, merged
+from vllm_kvfix_sidecar.requests import RequestRecord, RequestTracker, SpanIds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     import pytest
+
     from vllm_kvfix_sidecar.details import Detail
 
 BOOT = bytes(16)

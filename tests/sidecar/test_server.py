@@ -19,6 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
+
+from tests.sidecar.collectors import wait_until
+from tests.sidecar.test_metrics import KEY, SPAN, engine_of, record
 from vllm_kvfix_sidecar import conventions, server
 from vllm_kvfix_sidecar.conventions import Kind
 from vllm_kvfix_sidecar.health import STALE_S, Answer, Health
@@ -27,9 +30,6 @@ from vllm_kvfix_sidecar.prometheus import Exposition
 from vllm_kvfix_sidecar.readings import Reader
 from vllm_kvfix_sidecar.server import LONGEST_S, MOST_CONNECTIONS, Pages, Server
 from vllm_kvfix_sidecar.settings import Address
-
-from tests.sidecar.collectors import wait_until
-from tests.sidecar.test_metrics import KEY, SPAN, engine_of, record
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from vllm_kvfix_sidecar import settings, telemetry_settings
 from vllm_kvfix_sidecar.settings import Address
 from vllm_kvfix_sidecar.telemetry_settings import SettingError, Signal

@@ -23,14 +23,14 @@ from opentelemetry.sdk.trace.sampling import (
     TraceIdRatioBased,
 )
 from opentelemetry.trace import SpanKind, StatusCode
-from vllm_kvfix_sidecar import conventions as names
-from vllm_kvfix_sidecar.metrics import SpanCounts
-from vllm_kvfix_sidecar.requests import RequestRecord, RequestTracker, SpanIds, Taker
-from vllm_kvfix_sidecar.spans import LongestHeld, SpanMaker
 
 from tests.sidecar.fake_engine import SECOND, Sink, admitted, allocated, arrived, finished, step
 from vllm_kvfix import events
 from vllm_kvfix.events import Blocks, Freed, Preempted, Refused, TraceContext
+from vllm_kvfix_sidecar import conventions as names
+from vllm_kvfix_sidecar.metrics import SpanCounts
+from vllm_kvfix_sidecar.requests import RequestRecord, RequestTracker, SpanIds, Taker
+from vllm_kvfix_sidecar.spans import LongestHeld, SpanMaker
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
