@@ -23,11 +23,11 @@ $(UV):
 demo: $(UV) ## leak shown on a real engine, fix applied, line goes flat; writes a picture (some 6 GB the first time)
 	$(RUN) vllm-kvfix demo $(ARGS)
 
-test: $(UV) lint ## everything: lint, types, unit, contract (25 releases), real engines
+test: $(UV) lint ## everything: lint, types, unit, contract (25 releases), real engines and receivers
 	$(RUN) pytest $(ARGS)
 
-test-quick: $(UV) ## unit tests alone (seconds)
-	$(RUN) pytest -m "not contract and not engine" $(ARGS)
+test-quick: $(UV) ## unit tests alone (a minute)
+	$(RUN) pytest -m "not contract and not engine and not e2e" $(ARGS)
 
 lint: $(UV) ## ruff and mypy
 	$(RUN) ruff check .

@@ -142,6 +142,17 @@ def _make_probe(manager: Any, recorder: Recorder) -> Callable[[Any], None]:
     return watch
 
 
+def _can_fit_full_sequence(original: Callable[..., Any]) -> Callable[..., Any]:
+    def can_fit_full_sequence(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        fits = original(self, request, *args, **kwargs)
+        recorder = _recorders.get(id(self))
+        if not fits and recorder is not None:
+            recorder.refused(request)
+        return fits
+
+    return can_fit_full_sequence
+
+
 # Module, class and method to wrap, and how.
 SITES: tuple[tuple[str, str, str, Callable[[Callable[..., Any]], Callable[..., Any]]], ...] = (
     (upstream.SCHEDULER_MODULE, "Scheduler", "schedule", _schedule),
@@ -151,6 +162,8 @@ SITES: tuple[tuple[str, str, str, Callable[[Callable[..., Any]], Callable[..., A
     (upstream.SCHEDULER_MODULE, "Scheduler", "_free_blocks", _free_blocks),
     (upstream.CACHE_MANAGER_MODULE, "KVCacheManager", "get_computed_blocks", _get_computed_blocks),
 )
+# As those, but there in some releases only: they ask it before `allocate_slots`, which does so itself later.
+OPTIONAL_SITES = ((upstream.CACHE_MANAGER_MODULE, "KVCacheManager", "can_fit_full_sequence", _can_fit_full_sequence),)
 
 
 class Observation:
@@ -182,7 +195,8 @@ class Observation:
                 self._say_off("; ".join(missing))
                 return
             init = (upstream.SCHEDULER_MODULE, "Scheduler", "__init__", self._scheduler_init)
-            for module, class_name, name, wrap in (*SITES, init):
+            there = [site for site in OPTIONAL_SITES if not upstream.missing_methods(sources, [site[:3]])]
+            for module, class_name, name, wrap in (*SITES, *there, init):
                 done = patching.replace(sys.modules[module], class_name, name, MARK, wrap)
                 if done is not None:
                     self._replacements.append(done)

@@ -449,15 +449,20 @@ def missing_observables(sources: Sources, methods: Iterable[tuple[str, str, str]
 
     ``methods`` are those that are to be wrapped: module, class and name.
     """
-    missing = [
-        f"there is no {class_name}.{name}"
-        for module, class_name, name in methods
-        if sources.function(Target(module, f"{class_name}.{name}", {})) is None
-    ]
+    missing = missing_methods(sources, methods)
     for module, names in _OBSERVED_NAMES.items():
         known = _names(sources.module(module))
         missing += [f"{module} knows no {name}" for name in names if name not in known]
     return missing
+
+
+def missing_methods(sources: Sources, methods: Iterable[tuple[str, str, str]]) -> list[str]:
+    """Which of these methods, by module, class and name, this source lacks; a sentence each."""
+    return [
+        f"there is no {class_name}.{name}"
+        for module, class_name, name in methods
+        if sources.function(Target(module, f"{class_name}.{name}", {})) is None
+    ]
 
 
 def _names(tree: ast.AST | None) -> set[str]:

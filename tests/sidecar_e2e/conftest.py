@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,7 +12,15 @@ from tests.sidecar_e2e.receiver import Receiver
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of this folder, so that they can be left out where minutes count."""
+    for item in items:
+        if item.path.parent == HERE:
+            item.add_marker(pytest.mark.e2e)
 
 
 @pytest.fixture
