@@ -36,7 +36,7 @@ EDGES = {
     "plugin": {"upstream", "patching", "import_hook", "faults", "backports", "guard", "observe"},
     "status": {"upstream", "guard", "backports", "environment"},
     "cli": {"upstream", "environment", "status", "demo"},
-    "demo": {"demo", "upstream"},
+    "demo": {"demo", "ring", "upstream"},
     "__main__": {"cli"},
     "__init__": set(),
 }

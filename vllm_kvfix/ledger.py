@@ -10,13 +10,12 @@ allocation.
 from __future__ import annotations
 
 from array import array
-from itertools import compress
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from vllm_kvfix import events, live
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
 TICK_SHIFT = 10  # held time is summed in ticks of 1,024 ns: a shift costs less than a division
 
@@ -26,8 +25,8 @@ TICK_SHIFT = 10  # held time is summed in ticks of 1,024 ns: a shift costs less 
 # each group. No note holds an object of vLLM's: that would put off its end to when the notes are worked up.
 #
 #   TURN        time, tokens, admissions, names, new, counts, free, cached, backlog, lookups
-#               a step was scheduled: who began to run (see live.admissions); who ran on, and what each got (None:
-#               nothing); (running, waiting); blocks; new_block_ids; who was tried: {request: (blocks that the prefix
+#               a step was scheduled: who began to run (see live.admissions); who ran on and got blocks, and which;
+#               (running, waiting); blocks; new_block_ids; who was tried: {request: (blocks that the prefix
 #               cache found, tokens)}
 #   ARRIVAL     time, request id, trace headers or None, prompt tokens
 #   END         time, request id, reason, output tokens, lengths    it is about to let go of its blocks
@@ -65,8 +64,8 @@ class _Request:
 class Ledger:
     """The live requests of one scheduler, and the running totals. What it raises, its caller must contain."""
 
-    def __init__(self, cache: live.CacheView, *, connector: bool) -> None:
-        """``connector``: requests may hold blocks while they wait, so notes are worked up at once."""
+    def __init__(self, cache: live.CacheView, *, connector: bool, backlogs: int) -> None:
+        """``connector``: requests may hold blocks while they wait; ``backlogs``: managers that have one."""
         self._cache = cache
         self._connector = connector
         self._groups = cache.groups
@@ -78,7 +77,7 @@ class Ledger:
         self._words = array("Q")
         self._count = self._number = self._finished_at = 0
         # First words of the records whose length does not change, less the request's number.
-        self._step_head = events.head(events.STEP, 13 + len(cache.backlog()))
+        self._step_head = events.head(events.STEP, 13 + backlogs)
         self._allocated_head = events.head(events.ALLOCATED, self._groups + 1)
         self._admitted_head = events.head(events.ADMITTED, self._groups + 2)
         self._resumed_head = events.head(events.RESUMED, self._groups + 2)
@@ -243,27 +242,30 @@ class Ledger:
         _, time, tokens, admissions, names, new, (running, waiting), free, cached, backlog, lookups = note
         tick = time >> TICK_SHIFT
         details: list[int] = []
-        count = len(admissions) + 1
-        for admission in admissions:
-            self._admitted(admission, time, lookups, details)
-        resumed = {admission[0] for admission in admissions}
+        count = len(admissions) + len(names) + 1
+        resumed: Collection[str] = ()
+        if admissions:
+            for admission in admissions:
+                self._admitted(admission, time, lookups, details)
+            resumed = {admission[0] for admission in admissions}
         requests = self._requests
-        # Most rows got nothing in a step: the two iterators pass over those without a turn of this loop.
-        for request_id, ids in zip(compress(names, new), filter(None, new)):  # noqa: B905  # as many as there are true rows
+        simple, head, total = self._simple, self._allocated_head, 0
+        for request_id, ids in zip(names, new):  # noqa: B905  # of one length
             if request_id in resumed:
+                count -= 1
                 continue
-            count += 1
             known = requests.get(request_id) or self._find(request_id, time)
-            if self._simple:
+            if simple:
                 blocks = len(ids[0])
                 known.new[0] += blocks
                 known.lengths[0] += blocks
                 known.held += blocks
                 known.weighted += blocks * tick
-                self._new += blocks
-                details += (self._allocated_head | known.number, blocks)
+                total += blocks
+                details += (head | known.number, blocks)
             else:
                 self._appended(request_id, known, ids, tick, details)
+        self._new += total
         if self._connector and lookups:
             self._tried(lookups, tick)
         if self._refused:
@@ -356,7 +358,7 @@ class Ledger:
         got = [
             (self._requests[request_id].number, {block for group in ids for block in group})
             for request_id, ids in zip(names, new)  # noqa: B905  # of one length
-            if ids and request_id in self._requests
+            if request_id in self._requests
         ]
         victims, self._victims = self._victims, []
         for lost, record in victims:

@@ -7,12 +7,13 @@ from 0.17.1 to the newest, unless it says otherwise.
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from vllm_kvfix import events
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 _REASONS = {
     status: events.FINISH_REASONS.index(reason)
@@ -110,10 +111,47 @@ def admissions(output: Any) -> list[Admission]:
     return made
 
 
+Levels: TypeAlias = "tuple[tuple[int, int], int, Sequence[int]]"
+"""Requests (running, waiting); block hashes that the prefix cache would find; the length of ``new_block_ids`` of each
+manager that has such a list."""
+
+
+def levels_reader(scheduler: Any) -> Callable[[Any], Levels]:
+    """What reads the :data:`Levels` of a ``Scheduler`` whenever it is called; it does not keep the scheduler alive.
+
+    Of vLLM's own classes it reads what their methods would: between the lines of the scheduler, each call of a function
+    that was not called for a while costs as much as reading three attributes.
+    """
+    pool = cache_manager(scheduler).block_pool
+    singles = [single for single in managers(coordinator(cache_manager(scheduler))) if hasattr(single, "new_block_ids")]
+
+    def ask(scheduler: Any) -> Levels:
+        counts = scheduler.get_request_counts()
+        return counts, len(pool.cached_block_hash_to_block), [len(single.new_block_ids) for single in singles]
+
+    queues = [getattr(scheduler, name) for name in ("waiting", "skipped_waiting") if hasattr(scheduler, name)]
+    own = all(type(queue).__name__ == "FCFSRequestQueue" and isinstance(queue, deque) for queue in queues)
+    if not own or len(queues) not in {1, 2} or type(pool).__name__ != "BlockPool":
+        return ask
+    first, second = (*queues, deque())[:2]
+    only, length = singles[0] if len(singles) == 1 else None, deque.__len__
+
+    def read(scheduler: Any) -> Levels:
+        counts = len(scheduler.running), length(first) + length(second)
+        # After a reset of the prefix cache the map is another one.
+        cached = len(pool.cached_block_hash_to_block._cache)  # noqa: SLF001  # what its method reads
+        return counts, cached, (len(only.new_block_ids),) if only else [len(single.new_block_ids) for single in singles]
+
+    try:
+        return read if read(scheduler)[:2] == ask(scheduler)[:2] else ask
+    except AttributeError:
+        return ask
+
+
 class CacheView:
     """The KV cache of one scheduler: its pool, and its table of blocks per request and group."""
 
-    __slots__ = ("_backlogs", "_cached", "_managers", "_null", "_null_id", "_only", "_pool", "keeping")
+    __slots__ = ("_free", "_managers", "_null", "_null_id", "_only", "_pool", "keeping")
 
     def __init__(self, scheduler: Any) -> None:
         manager = cache_manager(scheduler)
@@ -122,8 +160,7 @@ class CacheView:
         self._null_id = self._null.block_id
         self._managers = tuple(managers(coordinator(manager)))
         self._only = self._managers[0] if len(self._managers) == 1 else None
-        self._backlogs = tuple(single for single in self._managers if hasattr(single, "new_block_ids"))
-        self._cached = self._pool.cached_block_hash_to_block
+        self._free = self._pool.free_block_queue if type(self._pool).__name__ == "BlockPool" else None
         self.keeping = all(type(single).__name__ in _KEEPING for single in self._managers)
 
     @property
@@ -143,17 +180,9 @@ class CacheView:
 
     def free(self) -> int:
         """Blocks that can be taken; some may still be found by the prefix cache."""
+        if self._free is not None:
+            return self._free.num_free_blocks  # type: ignore[no-any-return]  # vLLM's type
         return self._pool.get_num_free_blocks()  # type: ignore[no-any-return]  # vLLM's type
-
-    def cached(self) -> int:
-        """Block hashes that the prefix cache would find."""
-        return len(self._cached)
-
-    def backlog(self) -> Sequence[int]:
-        """The length of ``new_block_ids`` of each manager that has such a list."""
-        if len(self._backlogs) == 1:
-            return (len(self._backlogs[0].new_block_ids),)
-        return [len(single.new_block_ids) for single in self._backlogs]
 
     def lengths(self, request_id: str) -> tuple[int, ...]:
         """Entries in a request's table of each group, null blocks included."""
@@ -185,17 +214,15 @@ class CacheView:
         return sum(block is not self._null for block in table[start:])
 
     def reused(self, found: Sequence[Any], ids: Sequence[int]) -> int:
-        """How many of the blocks that the prefix cache ``found`` stand at the front of a table with these ``ids``.
+        """How many of the blocks that the prefix cache ``found`` stand in their places in a table with these ``ids``.
 
-        vLLM may take fewer than it found, and may copy the last one.
+        vLLM may take fewer than it found, may copy the last one, and takes none that a window has left behind.
         """
         taken = len(found)
-        if taken and (len(ids) < taken or ids[taken - 1] != found[-1].block_id):
-            same = (block.block_id == block_id for block, block_id in zip(found, ids))  # noqa: B905  # the shorter counts
-            taken = next((at for at, equal in enumerate(same) if not equal), min(taken, len(ids)))
-        if self.keeping:
+        if self.keeping and (not taken or (len(ids) >= taken and ids[taken - 1] == found[-1].block_id)):
             return taken
-        return sum(block is not self._null for block in found[:taken])
+        pairs = zip(found, ids)  # noqa: B905  # the shorter counts
+        return sum(block.block_id == block_id != self._null_id for block, block_id in pairs)
 
     def ids(self, request_id: str) -> list[list[int]]:
         """The ids in a request's table of each group, the null block's included."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from array import array
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvfix import events, faults, live, upstream
@@ -46,7 +47,8 @@ class Recorder:
         self._cache = live.CacheView(scheduler)
         self._config = array("Q", events.encode(self._cache.config(scheduler)))
         connector = live.has_connector(scheduler)
-        self._ledger = Ledger(self._cache, connector=connector)
+        self._levels = live.levels_reader(scheduler)
+        self._ledger = Ledger(self._cache, connector=connector, backlogs=len(self._levels(scheduler)[2]))
         # Tables in which blocks are replaced, and those of requests that wait for a connector, must be looked at in the
         # step that told of them.
         self._at_once = connector or not self._cache.keeping
@@ -135,23 +137,25 @@ class Recorder:
             return
         try:
             now = self._clock()
-            counts = scheduler.get_request_counts()
+            counts, cached, backlog = self._levels(scheduler)
             lookups, self._lookups = self._lookups, _NO_LOOKUPS
-            cache = self._cache
             rows = output.scheduled_cached_reqs
             admissions = live.admissions(output) if output.scheduled_new_reqs or rows.resumed_req_ids else ()
+            # Most rows got nothing in a step. Noting those that did keeps little of vLLM's memory from being reused.
+            new = rows.new_block_ids
+            given = list(filter(None, new))
             self._notes.append(
                 (
                     TURN,
                     now,
                     output.total_num_scheduled_tokens,
                     admissions,
-                    rows.req_ids,
-                    rows.new_block_ids,
+                    list(compress(rows.req_ids, new)) if given else given,
+                    given,
                     counts,
-                    cache.free(),
-                    cache.cached(),
-                    cache.backlog(),
+                    self._cache.free(),
+                    cached,
+                    backlog,
                     lookups,
                 )
             )

@@ -33,6 +33,7 @@ from vllm_kvfix.demo.environment import Environment, SetupError, ensure
 from vllm_kvfix.demo.measurement import BYTES_PER_ID, MIB, Point, Run
 from vllm_kvfix.demo.model import make_model
 from vllm_kvfix.demo.plugin_folder import make_plugin_folder
+from vllm_kvfix.ring.place import FOLDER_VARIABLE
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -166,7 +167,7 @@ def _measure(scene: Scene, label: str, mode: str) -> Run:
         scene.work,
         name=mode,
         arguments=_ENGINE_ARGUMENTS,
-        environ={MODE_VARIABLE: mode},
+        environ={MODE_VARIABLE: mode, FOLDER_VARIABLE: str(scene.work / "rings")},
         plugin_path=scene.plugin,
     )
     report_file = scene.work / f"{mode}-load.json"
