@@ -129,7 +129,10 @@ def levels_reader(scheduler: Any) -> Callable[[Any], Levels]:
         counts = scheduler.get_request_counts()
         return counts, len(pool.cached_block_hash_to_block), [len(single.new_block_ids) for single in singles]
 
-    queues = [getattr(scheduler, name) for name in ("waiting", "skipped_waiting") if hasattr(scheduler, name)]
+    # Which queues vLLM counts differs by release: its own method names them.
+    code = getattr(type(scheduler).get_request_counts, "__code__", None)
+    named = sorted(set(code.co_names) - {"len", "running"}) if code else []
+    queues: list[Any] = [getattr(scheduler, name, None) for name in named]
     own = all(type(queue).__name__ == "FCFSRequestQueue" and isinstance(queue, deque) for queue in queues)
     if not own or len(queues) not in {1, 2} or type(pool).__name__ != "BlockPool":
         return ask

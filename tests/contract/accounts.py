@@ -102,6 +102,9 @@ def check(account: Account, driver: d.Driver, outputs: list[Any]) -> Counter[str
             "recorded: reused blocks": reused,
             "recorded: refusals": last.refusals,
             "recorded: takers": sum(bool(p.taker) for p in account.of(events.Preempted)),
+            "recorded: refused again": sum(
+                n > 1 for n in Counter(r.number for r in account.of(events.Refused)).values()
+            ),
             "recorded: freed later": len(account.of(events.Freed)),
         }
     )

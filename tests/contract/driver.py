@@ -128,6 +128,7 @@ class Options:
         max_num_batched_tokens: Most tokens in a step.
         block_align_mamba: Mamba's prefix caching, "align" in vLLM's terms, where the family has Mamba.
         log_stats: Passed on to the scheduler.
+        policy: "fcfs" or "priority".
         max_model_len: Most tokens of a request, prompt and answer.
         kv_events: vLLM's KV-cache events, published over ZeroMQ on a port of the machine's choice.
         block_metrics: vLLM's KV-cache residency metrics, of every block.
@@ -146,6 +147,7 @@ class Options:
     max_num_batched_tokens: int = 256
     block_align_mamba: bool = False
     log_stats: bool = False
+    policy: str = "fcfs"
     max_model_len: int = MAX_MODEL_LEN
     kv_events: bool = False
     block_metrics: bool = False
@@ -180,6 +182,7 @@ def vllm_config(options: Options) -> Any:
     changes: dict[str, Any] = {
         "scheduler_config": _changed(
             base.scheduler_config,
+            policy=options.policy,
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,
             enable_chunked_prefill=options.chunked_prefill,

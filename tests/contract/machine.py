@@ -115,6 +115,7 @@ REQUIRED: tuple[str, ...] = (
     "recorded: blocks",
     "recorded: reused blocks",
     "recorded: refusals",
+    "recorded: takers",
 )
 
 

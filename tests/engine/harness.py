@@ -32,6 +32,7 @@ ALLOW_MISSING_VARIABLE = "VLLM_KVFIX_ALLOW_MISSING"
 """Comma-separated releases whose engine may be missing on this machine: their tests then xfail instead of failing."""
 
 RING_FOLDER = "VLLM_KVFIX_RING_DIR"
+WATCHING = "watching the KV blocks"
 REQUESTS = 240
 CONCURRENCY = 12
 LOAD_TIMEOUT_S = 600
@@ -46,14 +47,15 @@ ENGINE_ARGUMENTS = ("--dtype=float32", "--max-model-len=1024", "--block-size=32"
 class Observed:
     """What one engine did under the load.
 
-    ``samples`` of the probe, the load's ``requests`` by index and its counts, the plugin's ``lines`` in the log,
-    the process ids of the engine ``cores``.
+    ``samples`` of the probe, the load's ``requests`` by index and its counts, the ``lines`` of the fix in
+    the log and those of ``watching``, the process ids of the engine ``cores``.
     """
 
     samples: list[Sample]
     requests: dict[int, dict[str, Any]]
     counts: dict[str, int]
     lines: list[str]
+    watching: list[str]
     cores: list[int]
 
     def backlog(self, core: int) -> list[int]:
@@ -104,7 +106,8 @@ class Workshop:
             samples=read_samples(engine.probe_file),
             requests={request["index"]: request for request in report["requests"]},
             counts={state: report[state] for state in ("sent", "completed", "aborted", "failed")},
-            lines=plugin_lines(engine.log_text()),
+            lines=fix_lines(engine.log_text()),
+            watching=[line for line in plugin_lines(engine.log_text()) if WATCHING in line],
             cores=cores,
         )
         last = [observed.backlog(core)[-1:] for core in cores]
@@ -135,7 +138,7 @@ class Workshop:
         )
         assert done.returncode == 0, done.stdout + done.stderr
         report: dict[str, Any] = json.loads(report_file.read_text())
-        return report, plugin_lines(done.stdout + done.stderr)
+        return report, fix_lines(done.stdout + done.stderr)
 
     @staticmethod
     def _load(environment: Environment, url: str, report_file: Path) -> None:
@@ -146,6 +149,11 @@ class Workshop:
             command, env=engine_environ({}, ()), capture_output=True, text=True, check=False, timeout=LOAD_TIMEOUT_S
         )
         assert done.returncode == 0, done.stderr
+
+
+def fix_lines(log: str) -> list[str]:
+    """The plugin's lines in a log that speak of the fix."""
+    return [line for line in plugin_lines(log) if WATCHING not in line]
 
 
 def listing(folder: Path) -> dict[str, tuple[int, int]]:

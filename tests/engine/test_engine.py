@@ -6,15 +6,15 @@ from __future__ import annotations
 import re
 import shutil
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.engine.harness import REQUESTS, Observed, listing
+from vllm_kvfix.ring.reader import RingReader
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.engine.harness import Workshop
 
 pytestmark = pytest.mark.engine
@@ -110,9 +110,17 @@ def test_log_says_once_that_the_leak_is_fixed(pair: Pair) -> None:
         assert pair.release in line
 
 
+def test_log_says_once_that_blocks_are_watched(pair: Pair) -> None:
+    """The engine core of every release logs one line with the ring and how to turn it off."""
+    (line,) = pair.fixed.watching
+    assert "INFO" in line
+    assert f"pid={pair.fixed.cores[0]})" in line
+    assert "VLLM_KVFIX_OBSERVE=off" in line
+
+
 def test_nothing_of_ours_stays_behind(pair: Pair) -> None:
     """Once its folder is off the path the log has no line of the plugin, and no file of the environment changed."""
-    assert pair.without.lines == []
+    assert pair.without.lines == pair.without.watching == []
     assert pair.before == pair.after
 
 
@@ -137,7 +145,7 @@ def test_an_edited_release_is_left_alone_and_told_why(workshop: Workshop, tmp_pa
 
 
 def test_every_engine_core_is_fixed_and_says_so(workshop: Workshop) -> None:
-    """With two engine cores behind two API servers each core has an empty backlog, and logs exactly one line."""
+    """With two engine cores behind two API servers each core has an empty backlog, a log line, and a ring."""
     observed = workshop.observe(
         "0.25.1", "two cores, two servers", workshop.plugin, ["--data-parallel-size=2", "--api-server-count=2"]
     )
@@ -147,6 +155,10 @@ def test_every_engine_core_is_fixed_and_says_so(workshop: Workshop) -> None:
         assert backlog
         assert set(backlog) == {0}
     assert sorted(int(re.findall(r"pid=(\d+)", line)[0]) for line in observed.lines) == observed.cores
+    rings = [Path(re.findall(r"through (\S+\.ring)", line)[0]) for line in observed.watching]
+    headers = [RingReader(ring).header for ring in rings]
+    assert sorted(header.engine_index for header in headers) == [0, 1]
+    assert sorted(header.pid for header in headers) == observed.cores
 
 
 @pytest.fixture(scope="module")
