@@ -10,6 +10,7 @@ import errno
 import logging
 import mmap
 import os
+from collections import Counter
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -251,6 +252,23 @@ def a_scheduler_that_ran_before(folder: Path) -> None:
         raise AssertionError(f"{len(finished)} told, {new} blocks of {d.allocated(driver)}")
 
 
+def a_request_that_is_refused_in_two_waits(folder: Path) -> None:
+    """It is told once for each of its waits, not once for each try, and not once for all."""
+    with watching(folder):
+        driver = d.make_scheduler(num_blocks=16)
+        for number in range(8):
+            driver.add_request(f"r{number}", prompt_seed=number, prompt_length=33, max_tokens=60)
+        driver.run()
+        driver.step()
+    account = accounts.read(folder)
+    told = Counter(event.number for event in account.of(events.Refused))
+    for request in account.of(events.Finished):
+        if not min(request.refusals, 1) <= told[request.number] <= min(request.refusals, 1 + request.preemptions):
+            raise AssertionError(f"told {told[request.number]} times: {request}")
+    if max(told.values()) < 2 or sum(told.values()) >= account.of(events.Step)[-1].refusals:
+        raise AssertionError(f"nobody was refused in two waits, or each try was told: {told}")
+
+
 def a_victim_that_got_blocks_in_the_step_that_took_them(folder: Path) -> None:
     """Under priority scheduling such blocks show in no output; they are counted all the same."""
     unseen = 0
@@ -311,6 +329,7 @@ SCENARIOS = (
     a_forked_child,
     somebody_elses_allocate_slots,
     a_scheduler_that_ran_before,
+    a_request_that_is_refused_in_two_waits,
     a_victim_that_got_blocks_in_the_step_that_took_them,
     a_request_that_never_ends,
 )
