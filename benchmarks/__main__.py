@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import patch_cost, ring_tearing
+from benchmarks import engine_cost, patch_cost, recorder_cost, ring_tearing, sidecar_cost
 
-BENCHMARKS = (patch_cost, ring_tearing)
+BENCHMARKS = (patch_cost, recorder_cost, engine_cost, sidecar_cost, ring_tearing)
 
 
 def main() -> int:

@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """What watching costs a step of the scheduler: `python -m benchmarks.recorder_cost [--json]`, some four minutes.
 
-Schedulers with the same load live in one process and step in turn, in one order in the first half of a round and in the
-other in the second: two stock ones (their ratio is what the machine's noise alone can do), one that is recorded, and
-what a user would turn on instead: vLLM's KV-cache events, its KV-cache metrics of every block, and an OpenTelemetry
-span for each request made in the process. A step is `add_request` of what arrives, `schedule`, `update_from_output`; no
-model runs. Timed is the CPU time of the scheduler's thread.
+Schedulers with the same load live in one process and take turns, in an order that is drawn anew each time: two stock
+ones (their ratio is what the machine's noise alone can do), one that is recorded, one that is recorded and publishes
+after every step, as it does where a step takes 20 ms or more, and what a user would turn on instead: vLLM's KV-cache
+events, its KV-cache metrics of every block, and an OpenTelemetry span for each request made in the process. A step is
+`add_request` of what arrives, `schedule`, `update_from_output`, and the end of the objects that these made and dropped;
+no model runs, so in an engine all this is a small part of a step. Statistics are on, as they are in a server. Timed is
+the CPU time of the scheduler's thread; what the threads of KV events and of spans do meanwhile is not counted, nor is
+the collection of cycles, which is off.
 
-The hooks are put on vLLM's classes for the steps of the scheduler that is recorded, and taken off after them. That, like
-any change to a class, makes the interpreter forget what it had learnt of it; so every scheduler's turn begins with such
-a change and some untimed steps. (Hooks on a subclass would be no way out: the interpreter's fast paths are for one class
-at a time, and the odd one would pay for it.)
+*Why it is fair.* Each scheduler has a copy of its own of vLLM's two hooked modules: hooks, once in, stay in, and what
+the interpreter learns about one scheduler's code is not spoiled by another's. A turn is long enough for the recorder to
+publish several times, and its clock stands still while the others have theirs: else it would publish in the first step
+of each turn, and in no other. The load is steady from its first step: requests begin with a random part of their
+answer done. Which scheduler is made first differs by batch, so where their objects lie in memory is part of the noise.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
+import importlib
 import json
 import os
 import platform
@@ -41,27 +46,36 @@ if __name__ == "__main__" and str(ROOT) not in sys.path:
 from tests import releases  # noqa: E402  the path comes first
 
 RUNNING = (1, 64, 256, 1024)
-VARIANTS = ("stock", "recorder", "stock again", "kv events", "kv metrics", "span per request")
-ROUNDS = 48
-BATCHES = 6  # fresh schedulers for each; they share the rounds
-STEPS = {1: 200, 64: 16, 256: 6, 1024: 2}  # in half a round
-UNTIMED = {1: 100, 64: 6, 256: 3, 1024: 2}  # before them
-WARM_UP = 30
+VARIANTS = (
+    "stock", "recorder", "stock again", "published each step", "kv events", "kv metrics", "span per request",
+)  # fmt: skip  # in the order in which they step
+BATCHES = 3  # fresh schedulers for each
+BATCH_S = 6.0  # in which rounds are made, at least two
+STEPS = {1: 600, 64: 64, 256: 18, 1024: 5}  # in a turn: some 40 ms or more
+PASSES = 2  # turns of each in a round
+UNTIMED = 8  # one step in so many, and at least one, to warm the processor's caches at the beginning of a turn
+WARM_UP = 20
+BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A load: prompts of so many tokens, a quarter of them shared with others, and answers of so many."""
+    """A load: prompts of so many tokens, some sharing their first quarter with others, and answers of so many.
+
+    ``share``: of the usual number of steps in a turn, since a step takes longer; ``running``: requests at a time.
+    """
 
     name: str
     prompt: tuple[int, int]
     answer: tuple[int, int]
+    share: float = 1.0
+    running: tuple[int, ...] = RUNNING
 
 
 KINDS = (
     Kind("decode-heavy", (17, 64), (300, 500)),
-    Kind("prefill-heavy", (768, 1280), (8, 24)),
-    Kind("one token each", (500, 700), (1, 1)),
+    Kind("prefill-heavy", (768, 1280), (8, 24), share=0.4),
+    Kind("one token each", (500, 700), (1, 1), share=0.1, running=(64,)),
 )
 
 
@@ -73,100 +87,192 @@ def _say(text: str) -> None:
 
 
 @dataclass
+class _Prompts:
+    """Where prompts are cut from: any cut is a prompt of its own."""
+
+    chance: random.Random
+    kind: Kind
+    tokens: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.tokens = self.chance.choices(range(3, 500), k=200_000)
+
+    def draw(self) -> list[int]:
+        """A prompt; half of them begin with the same tokens."""
+        length = self.chance.randint(*self.kind.prompt)
+        shared = length // 4 if self.chance.random() < 0.5 else 0  # noqa: PLR2004  a half
+        start = self.chance.randrange(len(self.tokens) - length)
+        return self.tokens[:shared] + self.tokens[start : start + length - shared]
+
+
+@dataclass
 class _Load:
     """A scheduler under a load that keeps so many requests in it."""
 
     driver: Any
     kind: Kind
     running: int
-    chance: random.Random
+    prompts: _Prompts
     way: _Stock
     added: int = 0
-    prefix: list[int] = field(default_factory=list)
+    steps: int = 0
 
     def arrivals(self) -> list[Any]:
-        """Requests to add, so that as many as wanted are there."""
+        """Requests to add, as many as are missing; the first ones have a part of their life behind them."""
         made = []
+        first = self.added == 0
         for _ in range(self.running - len(self.driver.scheduler.requests)):
             self.added += 1
-            length = self.chance.randint(*self.kind.prompt)
-            shared = self.prefix[: length // 4] if self.chance.random() < 0.5 else []  # noqa: PLR2004  a half
-            prompt = shared + self.chance.choices(range(3, 500), k=length - len(shared))
-            answer = self.chance.randint(*self.kind.answer)
-            made.append(self.driver.make_request(f"cmpl-{self.added:032x}-0", prompt=prompt, max_tokens=answer))
+            answer = self.prompts.chance.randint(*self.kind.answer)
+            if first:
+                answer = self.prompts.chance.randint(1, answer)
+            name = f"cmpl-{self.added:032x}-0"
+            made.append(self.driver.make_request(name, prompt=self.prompts.draw(), max_tokens=answer))
+            del self.driver.requests[name]  # it ends where the scheduler lets go of it
         return made
 
-    def turn(self, steps: int, untimed: int = 0) -> int:
-        """So many steps under the load's hooks; nanoseconds of all but the first `untimed`."""
-        with self.way:
-            for _ in range(untimed):
-                self.step()
-            return sum(self.step() for _ in range(steps))
+    def turn(self, steps: int) -> int:
+        """So many steps, and some untimed ones before them; nanoseconds."""
+        untimed = max(steps // UNTIMED, 1)
+        self.way.begin()
+        for _ in range(untimed):
+            self.step()
+        took = sum(self.step() for _ in range(steps))
+        self.way.end()
+        self.steps += steps + untimed
+        return took
 
     def step(self) -> int:
         """One step; nanoseconds that the scheduler's part of it took."""
-        arrivals = self.arrivals()
+        arrivals = self.arrivals()[::-1]
         scheduler = self.driver.scheduler
         before = time.thread_time_ns()
-        for request in arrivals:
-            scheduler.add_request(request)
+        while arrivals:
+            scheduler.add_request(arrivals.pop())
         output = scheduler.schedule()
         took = time.thread_time_ns() - before
-        answer = self.driver.answer(output)
+        answer = self.answer(output)
         before = time.thread_time_ns()
         scheduler.update_from_output(output, answer)
-        took += time.thread_time_ns() - before
-        for name in [name for name in self.driver.requests if name not in scheduler.requests]:
-            del self.driver.requests[name]
-        return took
+        del output
+        return took + time.thread_time_ns() - before
+
+    def answer(self, output: Any) -> Any:
+        """What a model would say: the same token to everybody whose prompt is through."""
+        from tests.contract import running_release  # noqa: PLC0415  only in a release's process
+
+        requests = self.driver.scheduler.requests
+        names = list(output.num_scheduled_tokens)
+        return running_release.fitting(
+            running_release.module("vllm.v1.outputs").ModelRunnerOutput,
+            req_ids=names,
+            req_id_to_index={name: at for at, name in enumerate(names)},
+            sampled_token_ids=[
+                [7] if requests[name].num_computed_tokens >= requests[name].num_tokens else [] for name in names
+            ],
+            logprobs=None,
+            prompt_logprobs_dict={},
+            pooler_output=None,
+            kv_connector_output=None,
+        )
 
 
 class _Stock:
-    """Nothing is put on vLLM's classes; they are touched all the same."""
+    """Nothing is put on vLLM's classes."""
 
-    def __enter__(self) -> None:
-        for owner, name, method in self.sites():
-            setattr(owner, name, self.wrap(name, method))
+    events = 0
 
-    def __exit__(self, *_: object) -> None:
-        for owner, name, method in self.sites():
-            setattr(owner, name, getattr(method, "__wrapped__", method))
-
-    @staticmethod
-    def sites() -> list[tuple[type, str, Any]]:
-        """The methods that are hooked: class, name and what is there now."""
-        from tests.contract import running_release  # noqa: PLC0415  only in a release's process
+    def modules(self) -> dict[str, Any]:
+        """Fresh copies of the modules that have hooked classes, hooked; vLLM's own stay what and where they are."""
         from vllm_kvfix import observe  # noqa: PLC0415  the package under test
 
-        owners = [(vars(running_release.module(site[0]))[site[1]], site[2]) for site in observe.SITES]
-        return [(owner, name, owner.__dict__[name]) for owner, name in owners]
+        names = list(dict.fromkeys(site[0] for site in observe.SITES))
+        kept = {name: importlib.import_module(name) for name in names}
+        for name in names:
+            del sys.modules[name]
+        try:
+            made = {name: importlib.import_module(name) for name in reversed(names)}
+        finally:
+            sys.modules.update(kept)
+            for name in names:
+                parent, _, child = name.rpartition(".")
+                setattr(sys.modules[parent], child, kept[name])
+        for module, class_name, name, wrap in observe.SITES:
+            owner = vars(made[module])[class_name]
+            setattr(owner, name, self.wrap(name, owner.__dict__[name], wrap))
+        return made
 
-    def wrap(self, name: str, method: Any) -> Any:
-        """What takes the place of a method."""
-        del name
+    def wrap(self, name: str, method: Any, wrap: Any) -> Any:
+        """What takes the place of a method; ``wrap`` is the recorder's way."""
+        del name, wrap
         return method
 
     def adopt(self, scheduler: Any, folder: Path) -> None:
         """Prepare for a scheduler that was made just now."""
 
+    def check(self, scheduler: Any) -> None:
+        """End the benchmark where what is measured has given up."""
+
+    def begin(self) -> None:
+        """A turn begins."""
+
+    def end(self) -> None:
+        """A turn is over."""
+
 
 class _Recorder(_Stock):
-    """The recorder's hooks."""
+    """The recorder's hooks, and a clock that runs in our turns alone."""
 
-    def wrap(self, name: str, method: Any) -> Any:
-        from vllm_kvfix import observe  # noqa: PLC0415  the package under test
+    speed = 1
 
-        (wrap,) = [site[3] for site in observe.SITES if site[2] == name]
+    def __init__(self) -> None:
+        self.stopped = time.monotonic_ns()
+        self.paused = 0
+
+    def wrap(self, name: str, method: Any, wrap: Any) -> Any:
+        del name
         return functools.update_wrapper(wrap(method), method)
 
     def adopt(self, scheduler: Any, folder: Path) -> None:
         from vllm_kvfix import observe  # noqa: PLC0415  the package under test
 
-        observe.Observation({"VLLM_KVFIX_RING_DIR": str(folder)}, lambda: "off").watch(scheduler)
+        self.ring = observe.Observation({"VLLM_KVFIX_RING_DIR": str(folder)}, lambda: "off").watch(scheduler)
+        observe._recorders[id(scheduler)]._clock = self.clock  # noqa: SLF001  no user needs another clock
+
+    def check(self, scheduler: Any) -> None:
+        from vllm_kvfix import faults, observe  # noqa: PLC0415  the package under test
+
+        if observe._recorders[id(scheduler)].off or faults.counts:  # noqa: SLF001  nobody else asks
+            raise SystemExit(f"the recorder had errors, so nothing was measured: {faults.counts}")
+
+    def clock(self) -> int:
+        """Nanoseconds."""
+        return (time.monotonic_ns() - self.paused) * self.speed
+
+    def begin(self) -> None:
+        self.paused += time.monotonic_ns() - self.stopped
+
+    def end(self) -> None:
+        self.stopped = time.monotonic_ns()
+
+    @property
+    def events(self) -> int:  # type: ignore[override]  # here it changes
+        """Events in the ring so far."""
+        from vllm_kvfix.ring.reader import RingReader  # noqa: PLC0415  the package under test
+
+        reader = RingReader(self.ring)
+        reader.close()
+        return reader.header.events
+
+
+class _EachStep(_Recorder):
+    """As where a step takes so long that the recorder publishes after each."""
+
+    speed = 1000
 
 
 class _Spans(_Stock):
-    """An OpenTelemetry span of each request, made in the process, with as much in it as ours has; exported to nowhere."""
+    """An OpenTelemetry span of each request, made in the process, with as much in it as ours; exported to nowhere."""
 
     def __init__(self) -> None:
         from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415  only in a release's process
@@ -186,7 +292,8 @@ class _Spans(_Stock):
         self.tracer = provider.get_tracer("benchmark")
         self.spans: dict[str, Any] = {}
 
-    def wrap(self, name: str, method: Any) -> Any:
+    def wrap(self, name: str, method: Any, wrap: Any) -> Any:
+        del wrap
         made = {"add_request": self._add_request, "schedule": self._schedule, "_free_request": self._free_request}
         return functools.update_wrapper(made[name](method), method) if name in made else method
 
@@ -225,76 +332,99 @@ class _Spans(_Stock):
         return free_request
 
 
-_WAYS: dict[str, type[_Stock]] = {"recorder": _Recorder, "span per request": _Spans}
-_EXTRA: dict[str, dict[str, Any]] = {
-    "kv events": {"kv_events": True},
-    "kv metrics": {"block_metrics": True, "log_stats": True},
+_WAYS: dict[str, type[_Stock]] = {
+    "recorder": _Recorder,
+    "published each step": _EachStep,
+    "span per request": _Spans,
 }
+_EXTRA: dict[str, dict[str, Any]] = {"kv events": {"kv_events": True}, "kv metrics": {"block_metrics": True}}
 
 
 def _make(variant: str, kind: Kind, running: int, folder: Path, seed: int) -> _Load:
     from tests.contract import driver as d  # noqa: PLC0415  only in a release's process
+    from vllm_kvfix import upstream  # noqa: PLC0415  the package under test
 
     most = kind.prompt[1] + kind.answer[1]
+    way = _WAYS.get(variant, _Stock)()
     made = d.make_scheduler(
         "full",
-        num_blocks=running * (most // d.BLOCK_SIZE + 2) + 64,
+        scheduler_cls=way.modules()[upstream.SCHEDULER_MODULE].Scheduler,
+        num_blocks=running * (most // BLOCK_SIZE + 2) + 64,
         max_num_seqs=running,
         max_num_batched_tokens=max(running * kind.prompt[1], 2048),
         max_model_len=2 * most,
+        log_stats=True,
         **_EXTRA.get(variant, {}),
     )
-    way = _WAYS.get(variant, _Stock)()
     way.adopt(made.scheduler, folder)
-    chance = random.Random(seed)  # noqa: S311  a load, not a secret
-    prefix = chance.choices(range(3, 500), k=kind.prompt[1])
-    return _Load(made, kind, running, chance, way, prefix=prefix)
+    return _Load(made, kind, running, _Prompts(random.Random(seed), kind), way)  # noqa: S311  a load, not a secret
 
 
-def _batch(kind: Kind, running: int, number: int, folder: Path) -> Iterator[tuple[float, ...]]:
-    """Fresh schedulers; per round, nanoseconds of a step of each variant.
+@dataclass
+class _Batch:
+    """What was measured of one set of schedulers: per round, nanoseconds of a step of each variant."""
 
-    In which order they are made differs by batch, so that where their objects lie in memory is part of the noise.
-    """
+    rounds: list[dict[str, float]]
+    events_per_step: float
+
+
+def _batch(kind: Kind, running: int, number: int, folder: Path) -> _Batch:
+    """Make fresh schedulers and measure them."""
     turned = VARIANTS[number % len(VARIANTS) :] + VARIANTS[: number % len(VARIANTS)]
     loads = {variant: _make(variant, kind, running, folder, seed=number) for variant in turned}
-    warm_up = WARM_UP if kind.answer[1] < 100 else 2 * WARM_UP  # noqa: PLR2004  long answers settle later
+    steps = max(round(STEPS[running] * kind.share), 3)
     for load in loads.values():
-        load.turn(warm_up)
+        load.turn(WARM_UP)
+    recorded = loads["recorder"]
+    before = recorded.way.events, recorded.steps
     gc.collect()
     gc.disable()
-    for _ in range(ROUNDS // BATCHES):
-        sums = dict.fromkeys(VARIANTS, 0)
-        for order in (VARIANTS, VARIANTS[::-1]):
-            for variant in order:
-                sums[variant] += loads[variant].turn(STEPS[running], untimed=UNTIMED[running])
-        yield tuple(sums[variant] / (2 * STEPS[running]) for variant in VARIANTS)
+    rounds = list(_rounds(loads, steps, random.Random(number)))  # noqa: S311  an order, not a secret
     gc.enable()
+    recorded.way.check(recorded.driver.scheduler)
+    events = (recorded.way.events - before[0]) / (recorded.steps - before[1])
     for load in loads.values():
         if load.driver.scheduler.kv_event_publisher is not None:
             load.driver.scheduler.kv_event_publisher.shutdown()
+    return _Batch(rounds, events)
+
+
+def _rounds(loads: dict[str, _Load], steps: int, chance: random.Random) -> Iterator[dict[str, float]]:
+    made, end, last = 0, time.monotonic() + BATCH_S, ""
+    while made < 2 or time.monotonic() < end:  # noqa: PLR2004  a spread needs some
+        sums = dict.fromkeys(loads, 0)
+        for _ in range(PASSES):
+            order = chance.sample(sorted(loads), len(loads))
+            if order[0] == last:
+                order.reverse()  # two turns in a row would find the processor's caches full of one's own
+            last = order[-1]
+            for variant in order:
+                sums[variant] += loads[variant].turn(steps)
+        made += 1
+        yield {variant: took / (PASSES * steps) for variant, took in sums.items()}
 
 
 def _row(kind: Kind, running: int, folder: Path) -> dict[str, Any]:
-    rounds = [times for number in range(BATCHES) for times in _batch(kind, running, number, folder)]
-    at = {variant: index for index, variant in enumerate(VARIANTS)}
-    stock = [(times[0] + times[at["stock again"]]) / 2 for times in rounds]
+    batches = [_batch(kind, running, number, folder) for number in range(BATCHES)]
+    rounds = [times for batch in batches for times in batch.rounds]
+    stock = [(times["stock"] + times["stock again"]) / 2 for times in rounds]
     ratios = {
-        variant: _spread([times[index] / base for times, base in zip(rounds, stock, strict=True)])
-        for variant, index in at.items()
+        variant: _spread([times[variant] / base for times, base in zip(rounds, stock, strict=True)])
+        for variant in VARIANTS
         if not variant.startswith("stock")
     }
-    ratios["stock"] = _spread([times[0] / times[at["stock again"]] for times in rounds])
+    ratios["stock"] = _spread([times["stock"] / times["stock again"] for times in rounds])
+    more = statistics.median([times["recorder"] - base for times, base in zip(rounds, stock, strict=True)]) / 1e3
+    events = statistics.mean([batch.events_per_step for batch in batches])
     return {
         "load": kind.name,
         "running": running,
         "rounds": len(rounds),
-        "steps_per_round": 2 * STEPS[running],
+        "steps_per_round": PASSES * max(round(STEPS[running] * kind.share), 3),
         "stock_us": statistics.median(stock) / 1e3,
-        "recorder_us": statistics.median(
-            [times[at["recorder"]] - base for times, base in zip(rounds, stock, strict=True)]
-        )
-        / 1e3,
+        "recorder_us": more,
+        "events_per_step": events,
+        "us_per_event": more / events,
         "over_stock": ratios,
     }
 
@@ -311,10 +441,10 @@ def _inside(release: str) -> dict[str, Any]:
     if running_release.release() != release:
         raise SystemExit(f"asked for vLLM {release}, but sys.path has {running_release.release()}")
     rows = []
-    with tempfile.TemporaryDirectory(prefix="kvfix-bench-") as folder:
-        for kind in KINDS:
-            for running in RUNNING:
-                _say(f"  {kind.name}, {running} running: {ROUNDS} rounds")
+    for kind in KINDS:
+        for running in kind.running:
+            _say(f"  {kind.name}, {running} running")
+            with tempfile.TemporaryDirectory(prefix="kvfix-bench-") as folder:
                 rows.append(_row(kind, running, Path(folder)))
     return {"steps": rows}
 
@@ -341,18 +471,20 @@ def table(result: dict[str, Any]) -> str:
     others = [variant for variant in VARIANTS if not variant.startswith("stock")]
     lines = [
         f"add_request + schedule + update_from_output per step, vLLM {result['release']}, over stock;",
-        "median, and 5th to 95th percentile of the rounds",
-        f"{'load':15} {'running':>7} {'stock':>11} {'recorder':>10}  {'stock over stock':22} "
-        + " ".join(f"{name:22}" for name in others),
+        "median, and 5th to 95th percentile of the rounds; recorder: what it adds to a step, and per event",
+        f"{'load':15} {'running':>7} {'stock':>11} {'recorder':>11} {'events':>7} {'each':>8}  {'stock over stock':22} "
+        + " ".join(f"{name:22}" for name in others)
+        + " rounds",
     ]
     lines += [
-        f"{row['load']:15} {row['running']:7} {row['stock_us']:8.1f} us {row['recorder_us']:+7.1f} us  "
+        f"{row['load']:15} {row['running']:7} {row['stock_us']:8.1f} us {row['recorder_us']:+8.1f} us "
+        f"{row['events_per_step']:7.1f} {row['us_per_event']:5.2f} us  "
         + " ".join(f"{_range(row['over_stock'][name]):22}" for name in ("stock", *others))
+        + f" {row['rounds']} x {row['steps_per_round']}"
         for row in result["steps"]
     ]
     machine = result["machine"]
-    rounds = result["steps"][0]["rounds"]
-    lines.append(f"{rounds} rounds each; {machine['cpus']} CPUs, load {machine['load_1m']:.1f} at the end")
+    lines.append(f"{machine['cpus']} CPUs, load {machine['load_1m']:.1f} at the end")
     return "\n".join(lines)
 
 
