@@ -62,8 +62,8 @@ def cache_manager(scheduler: Any) -> Any:
 
 
 def has_connector(scheduler: Any) -> bool:
-    """Whether a ``Scheduler`` has a KV connector, for which requests may hold blocks while they wait."""
-    return scheduler.connector is not None
+    """Whether a ``Scheduler`` has a connector: requests may hold blocks for it while they wait, or once they ended."""
+    return scheduler.connector is not None or getattr(scheduler, "ec_connector", None) is not None
 
 
 def engine_index(scheduler: Any) -> int:

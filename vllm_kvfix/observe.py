@@ -269,7 +269,7 @@ def _keep(scheduler: Any, recorder: Recorder) -> None:
     keys = (id(scheduler), id(cache_manager))
     _recorders.update(dict.fromkeys(keys, recorder))
     _probes[keys[1]] = _make_probe(cache_manager, recorder)
-    weakref.finalize(scheduler, _let_go, *keys).atexit = False
+    weakref.finalize(scheduler, _let_go, *keys)
     # A forked child shares the mapping: it must not write to it.
     if not _at_fork:
         os.register_at_fork(after_in_child=_forget)
