@@ -2,19 +2,17 @@
 """What watching costs a step of the scheduler: `python -m benchmarks.recorder_cost [--json]`, some four minutes.
 
 Schedulers with the same load live in one process and take turns, in an order that is drawn anew each time: two stock
-ones (their ratio is what the machine's noise alone can do), one that is recorded, one that is recorded and publishes
-after every step, as it does where a step takes 20 ms or more, and what a user would turn on instead: vLLM's KV-cache
-events, its KV-cache metrics of every block, and an OpenTelemetry span for each request made in the process. A step is
-`add_request` of what arrives, `schedule`, `update_from_output`, and the end of the objects that these made and dropped;
-no model runs, so in an engine all this is a small part of a step. Statistics are on, as they are in a server. Timed is
-the CPU time of the scheduler's thread; what the threads of KV events and of spans do meanwhile is not counted, nor is
-the collection of cycles, which is off.
+ones (their ratio is what the machine's noise alone can do), one that is recorded, and what a user would turn on
+instead: vLLM's KV-cache events, its KV-cache metrics of every block, and an OpenTelemetry span for each request made in
+the process. A step is `add_request` of what arrives, `schedule`, `update_from_output`, and the end of the objects that
+these made and dropped; no model runs, so in an engine all this is a small part of a step. Statistics are on, as they
+are in a server. Timed is the CPU time of the scheduler's thread; that of the recorder's own stands beside it, per step.
+What the threads of KV events and of spans do is not counted, nor is the collection of cycles, which is off.
 
 *Why it is fair.* Each scheduler has a copy of its own of vLLM's two hooked modules: hooks, once in, stay in, and what
-the interpreter learns about one scheduler's code is not spoiled by another's. A turn is long enough for the recorder to
-publish several times, and its clock stands still while the others have theirs: else it would publish in the first step
-of each turn, and in no other. The load is steady from its first step: requests begin with a random part of their
-answer done. Which scheduler is made first differs by batch, so where their objects lie in memory is part of the noise.
+the interpreter learns about one scheduler's code is not spoiled by another's. The load is steady from its first step:
+requests begin with a random part of their answer done. Which scheduler is made first differs by batch, so where their
+objects lie in memory is part of the noise.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ from tests import releases  # noqa: E402  the path comes first
 
 RUNNING = (1, 64, 256, 1024)
 VARIANTS = (
-    "stock", "recorder", "stock again", "published each step", "kv events", "kv metrics", "span per request",
+    "stock", "recorder", "stock again", "kv events", "kv metrics", "span per request",
 )  # fmt: skip  # in the order in which they step
 BATCHES = 3  # fresh schedulers for each
 BATCH_S = 6.0  # in which rounds are made, at least two
@@ -134,11 +132,9 @@ class _Load:
     def turn(self, steps: int) -> int:
         """So many steps, and some untimed ones before them; nanoseconds."""
         untimed = max(steps // UNTIMED, 1)
-        self.way.begin()
         for _ in range(untimed):
             self.step()
         took = sum(self.step() for _ in range(steps))
-        self.way.end()
         self.steps += steps + untimed
         return took
 
@@ -181,6 +177,7 @@ class _Stock:
     """Nothing is put on vLLM's classes."""
 
     events = 0
+    beside = 0
 
     def modules(self) -> dict[str, Any]:
         """Fresh copies of the modules that have hooked classes, hooked; vLLM's own stay what and where they are."""
@@ -213,21 +210,9 @@ class _Stock:
     def check(self, scheduler: Any) -> None:
         """End the benchmark where what is measured has given up."""
 
-    def begin(self) -> None:
-        """A turn begins."""
-
-    def end(self) -> None:
-        """A turn is over."""
-
 
 class _Recorder(_Stock):
-    """The recorder's hooks, and a clock that runs in our turns alone."""
-
-    speed = 1
-
-    def __init__(self) -> None:
-        self.stopped = time.monotonic_ns()
-        self.paused = 0
+    """The recorder's hooks."""
 
     def wrap(self, name: str, method: Any, wrap: Any) -> Any:
         del name
@@ -237,23 +222,20 @@ class _Recorder(_Stock):
         from vllm_kvfix import observe  # noqa: PLC0415  the package under test
 
         self.ring = observe.Observation({"VLLM_KVFIX_RING_DIR": str(folder)}, lambda: "off").watch(scheduler)
-        observe._recorders[id(scheduler)]._clock = self.clock  # noqa: SLF001  no user needs another clock
+        self.recorder = observe._recorders[id(scheduler)]  # noqa: SLF001  nobody else asks
 
     def check(self, scheduler: Any) -> None:
-        from vllm_kvfix import faults, observe  # noqa: PLC0415  the package under test
+        from vllm_kvfix import faults  # noqa: PLC0415  the package under test
 
-        if observe._recorders[id(scheduler)].off or faults.counts:  # noqa: SLF001  nobody else asks
+        del scheduler
+        if self.recorder.off or faults.counts:
             raise SystemExit(f"the recorder had errors, so nothing was measured: {faults.counts}")
 
-    def clock(self) -> int:
-        """Nanoseconds."""
-        return (time.monotonic_ns() - self.paused) * self.speed
-
-    def begin(self) -> None:
-        self.paused += time.monotonic_ns() - self.stopped
-
-    def end(self) -> None:
-        self.stopped = time.monotonic_ns()
+    @property
+    def beside(self) -> int:  # type: ignore[override]  # here it changes
+        """Nanoseconds of CPU that its thread has had."""
+        thread = self.recorder._thread  # noqa: SLF001  nobody else asks
+        return time.clock_gettime_ns(time.pthread_getcpuclockid(thread.ident)) if thread and thread.ident else 0
 
     @property
     def events(self) -> int:  # type: ignore[override]  # here it changes
@@ -263,12 +245,6 @@ class _Recorder(_Stock):
         reader = RingReader(self.ring)
         reader.close()
         return reader.header.events
-
-
-class _EachStep(_Recorder):
-    """As where a step takes so long that the recorder publishes after each."""
-
-    speed = 1000
 
 
 class _Spans(_Stock):
@@ -334,7 +310,6 @@ class _Spans(_Stock):
 
 _WAYS: dict[str, type[_Stock]] = {
     "recorder": _Recorder,
-    "published each step": _EachStep,
     "span per request": _Spans,
 }
 _EXTRA: dict[str, dict[str, Any]] = {"kv events": {"kv_events": True}, "kv metrics": {"block_metrics": True}}
@@ -366,6 +341,8 @@ class _Batch:
 
     rounds: list[dict[str, float]]
     events_per_step: float
+    beside: float
+    """Nanoseconds of the recorder's thread per step."""
 
 
 def _batch(kind: Kind, running: int, number: int, folder: Path) -> _Batch:
@@ -376,17 +353,18 @@ def _batch(kind: Kind, running: int, number: int, folder: Path) -> _Batch:
     for load in loads.values():
         load.turn(WARM_UP)
     recorded = loads["recorder"]
-    before = recorded.way.events, recorded.steps
+    before = recorded.way.events, recorded.way.beside, recorded.steps
     gc.collect()
     gc.disable()
     rounds = list(_rounds(loads, steps, random.Random(number)))  # noqa: S311  an order, not a secret
     gc.enable()
     recorded.way.check(recorded.driver.scheduler)
-    events = (recorded.way.events - before[0]) / (recorded.steps - before[1])
+    steps = recorded.steps - before[2]
+    events, beside = (recorded.way.events - before[0]) / steps, (recorded.way.beside - before[1]) / steps
     for load in loads.values():
         if load.driver.scheduler.kv_event_publisher is not None:
             load.driver.scheduler.kv_event_publisher.shutdown()
-    return _Batch(rounds, events)
+    return _Batch(rounds, events, beside)
 
 
 def _rounds(loads: dict[str, _Load], steps: int, chance: random.Random) -> Iterator[dict[str, float]]:
@@ -425,6 +403,7 @@ def _row(kind: Kind, running: int, folder: Path) -> dict[str, Any]:
         "recorder_us": more,
         "events_per_step": events,
         "us_per_event": more / events,
+        "beside_us": statistics.mean([batch.beside for batch in batches]) / 1e3,
         "over_stock": ratios,
     }
 
@@ -471,14 +450,13 @@ def table(result: dict[str, Any]) -> str:
     others = [variant for variant in VARIANTS if not variant.startswith("stock")]
     lines = [
         f"add_request + schedule + update_from_output per step, vLLM {result['release']}, over stock;",
-        "median, and 5th to 95th percentile of the rounds; recorder: what it adds to a step, and per event",
-        f"{'load':15} {'running':>7} {'stock':>11} {'recorder':>11} {'events':>7} {'each':>8}  {'stock over stock':22} "
-        + " ".join(f"{name:22}" for name in others)
-        + " rounds",
+        "median, and 5th to 95th percentile of the rounds; recorder: what it adds to a step, per event, and beside it",
+        f"{'load':15} {'running':>7} {'stock':>11} {'recorder':>11} {'events':>7} {'each':>8} {'beside':>9}  "
+        f"{'stock over stock':22} " + " ".join(f"{name:22}" for name in others) + " rounds",
     ]
     lines += [
         f"{row['load']:15} {row['running']:7} {row['stock_us']:8.1f} us {row['recorder_us']:+8.1f} us "
-        f"{row['events_per_step']:7.1f} {row['us_per_event']:5.2f} us  "
+        f"{row['events_per_step']:7.1f} {row['us_per_event']:5.2f} us {row['beside_us']:6.1f} us  "
         + " ".join(f"{_range(row['over_stock'][name]):22}" for name in ("stock", *others))
         + f" {row['rounds']} x {row['steps_per_round']}"
         for row in result["steps"]

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
 SCAN_S = 1.0
 CURSOR_S = 1.0
-BUSY_S = 0.05
-IDLE_S = 0.1
+PAUSE_S = 0.2  # each turn costs, and nobody looks at a span sooner
 # Events of one ring in one turn, some 0.1 s: however much has piled up, no ring and no stop waits long.
 MOST_EVENTS = 20_000
 LAST_POLL_S = 2.0
@@ -131,9 +130,9 @@ class Pipeline:
     def run(self, stop: threading.Event) -> None:
         """Turn until told to stop."""
         while not stop.is_set():
-            consumed = self.poll()
+            self.poll()
             if not any(engine.behind for engine in self._finder.all):
-                stop.wait(BUSY_S if consumed else IDLE_S)
+                stop.wait(PAUSE_S)
 
     def close(self) -> None:
         """Read what is left, for ``LAST_POLL_S`` at most, write cursors of all that was told, close the files."""
