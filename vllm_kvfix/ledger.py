@@ -22,7 +22,7 @@ TICK_SHIFT = 10  # held time is summed in ticks of 1,024 ns: a shift costs less 
 
 # What the recorder notes, in the order in which it happened: plain tuples, since one is made for each thing between the
 # lines of the scheduler. Times are in ns of the monotonic clock; ``lengths`` are the entries in a request's table of
-# each group. No note holds a request or an output of vLLM's: that would put off its end to when the notes are worked up.
+# each group. No note holds a request or an output: that would put off its end to when the notes are worked up.
 #
 #   TURN        time, tokens, admissions, names, new, counts, free, cached, backlog, lookups
 #               a step was scheduled: who began to run (see live.admissions); who ran on and got blocks, and which;
