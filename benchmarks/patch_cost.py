@@ -37,7 +37,8 @@ ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__" and str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))  # last: an unzipped wheel on PYTHONPATH wins over the checkout
 
-from tests import releases  # noqa: E402  the path comes first
+from benchmarks.spread import shown, spread  # noqa: E402  the path comes first
+from tests import releases  # noqa: E402  as above
 
 NOT_AFFECTED = "0.26.0"
 RUNNING = (1, 64, 256)
@@ -164,16 +165,11 @@ def _rounds(kind: str, running: int) -> dict[str, Any]:
         "running": running,
         "rounds": len(rounds),
         "steps_per_round": STEPS[kind][running],
-        "with_over_without": _spread([2 * b / (a + c) for a, b, c in rounds]),
-        "without_over_without": _spread([a / c for a, _, c in rounds]),
+        "with_over_without": spread([2 * b / (a + c) for a, b, c in rounds]),
+        "without_over_without": spread([a / c for a, _, c in rounds]),
         "without_us": statistics.median([(a + c) / 2 for a, _, c in rounds]) / 1e3,
         "with_us": statistics.median([b for _, b, _ in rounds]) / 1e3,
     }
-
-
-def _spread(values: list[float]) -> dict[str, float]:
-    cuts = statistics.quantiles(values, n=20, method="inclusive")
-    return {"median": statistics.median(values), "p5": cuts[0], "p95": cuts[-1]}
 
 
 def _memory() -> dict[str, float]:
@@ -297,7 +293,7 @@ def table(result: dict[str, Any]) -> str:
     lines += [
         (
             f"{row['load']:8} {row['running']:7} {row['without_us']:7.1f} us {row['with_us']:7.1f} us   "
-            f"{_range(row['with_over_without']):24} {_range(row['without_over_without']):24} "
+            f"{shown(row['with_over_without']):24} {shown(row['without_over_without']):24} "
             f"{row['rounds']} x {row['steps_per_round']} steps"
         )
         for row in result["steps"]
@@ -321,10 +317,6 @@ def table(result: dict[str, Any]) -> str:
     machine = result["machine"]
     lines.append(f"\n{machine['cpus']} CPUs, load {machine['load_1m']:.1f} at the end")
     return "\n".join(lines)
-
-
-def _range(spread: dict[str, float]) -> str:
-    return f"{spread['median']:.3f} ({spread['p5']:.3f} .. {spread['p95']:.3f})"
 
 
 def main(arguments: list[str] | None = None) -> int:

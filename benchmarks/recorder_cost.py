@@ -41,7 +41,8 @@ ROOT = Path(__file__).resolve().parents[1]
 if __name__ == "__main__" and str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))  # last: an unzipped wheel on PYTHONPATH wins over the checkout
 
-from tests import releases  # noqa: E402  the path comes first
+from benchmarks.spread import shown, spread  # noqa: E402  the path comes first
+from tests import releases  # noqa: E402  as above
 
 RUNNING = (1, 64, 256, 1024)
 VARIANTS = (
@@ -387,11 +388,11 @@ def _row(kind: Kind, running: int, folder: Path) -> dict[str, Any]:
     rounds = [times for batch in batches for times in batch.rounds]
     stock = [(times["stock"] + times["stock again"]) / 2 for times in rounds]
     ratios = {
-        variant: _spread([times[variant] / base for times, base in zip(rounds, stock, strict=True)])
+        variant: spread([times[variant] / base for times, base in zip(rounds, stock, strict=True)])
         for variant in VARIANTS
         if not variant.startswith("stock")
     }
-    ratios["stock"] = _spread([times["stock"] / times["stock again"] for times in rounds])
+    ratios["stock"] = spread([times["stock"] / times["stock again"] for times in rounds])
     more = statistics.median([times["recorder"] - base for times, base in zip(rounds, stock, strict=True)]) / 1e3
     events = statistics.mean([batch.events_per_step for batch in batches])
     return {
@@ -406,11 +407,6 @@ def _row(kind: Kind, running: int, folder: Path) -> dict[str, Any]:
         "beside_us": statistics.mean([batch.beside for batch in batches]) / 1e3,
         "over_stock": ratios,
     }
-
-
-def _spread(values: list[float]) -> dict[str, float]:
-    cuts = statistics.quantiles(values, n=20, method="inclusive")
-    return {"median": statistics.median(values), "p5": cuts[0], "p95": cuts[-1]}
 
 
 def _inside(release: str) -> dict[str, Any]:
@@ -457,17 +453,13 @@ def table(result: dict[str, Any]) -> str:
     lines += [
         f"{row['load']:15} {row['running']:7} {row['stock_us']:8.1f} us {row['recorder_us']:+8.1f} us "
         f"{row['events_per_step']:7.1f} {row['us_per_event']:5.2f} us {row['beside_us']:6.1f} us  "
-        + " ".join(f"{_range(row['over_stock'][name]):22}" for name in ("stock", *others))
+        + " ".join(f"{shown(row['over_stock'][name]):22}" for name in ("stock", *others))
         + f" {row['rounds']} x {row['steps_per_round']}"
         for row in result["steps"]
     ]
     machine = result["machine"]
     lines.append(f"{machine['cpus']} CPUs, load {machine['load_1m']:.1f} at the end")
     return "\n".join(lines)
-
-
-def _range(spread: dict[str, float]) -> str:
-    return f"{spread['median']:.3f} ({spread['p5']:.3f}..{spread['p95']:.3f})"
 
 
 def main(arguments: list[str] | None = None, run: Callable[[str, Path], dict[str, Any]] = measure) -> int:

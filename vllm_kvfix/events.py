@@ -228,7 +228,7 @@ def identity_words(identity: Identity) -> array[int]:
     else:
         high, low = context.trace_id >> 64 & WORD_MASK, context.trace_id & WORD_MASK
         words = array("Q", (high, low, context.parent_id & WORD_MASK, pair(context.flags, len(data))))
-    words.frombytes(data.ljust(-(-len(data) // 8) * 8, b"\0"))
+    words += _text_words(data)
     return words
 
 

@@ -75,8 +75,7 @@ def when_imported(name: str, callback: Callback) -> None:
     """Call ``callback(module)`` once ``name`` has run: now, if it has already; else right after its next import.
 
     An import that has begun already goes unseen. Several callbacks for one name run in the order in which they came.
-    ``callback`` must not raise: its exception would
-    be that of the import.
+    ``callback`` must not raise: its exception would be that of the import.
     """
     module = sys.modules.get(name)
     if module is not None and not getattr(module.__spec__, "_initializing", False):
