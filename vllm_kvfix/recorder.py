@@ -227,6 +227,7 @@ class Recorder:
             self.off = True
             self._end.set()
             self._notes.clear()
+            self._kept.clear()
             self._lookups = _NO_LOOKUPS
             logger.warning(
                 "vllm-kvfix: watching stopped in this engine core after %d errors of its own; vLLM is not affected. "
