@@ -47,8 +47,22 @@ EVENT: st.SearchStrategy[Any] = st.one_of(
         *(WORD, HALF, HALF, GROUPS, IDENTITY),
     ),
     st.builds(events.Freed, NUMBER, WORD),
+    st.sampled_from(list(events.SCOPES)).flatmap(
+        lambda scope: st.builds(
+            events.Figures,
+            WORD,
+            st.just(scope),
+            st.dictionaries(st.sampled_from(events.SCOPES[scope]), WORD),
+        )
+    ),
+    st.builds(events.Unread, WORD, st.sampled_from(list(events.SCOPES)), TEXT),
+    st.builds(events.Census, WORD, WORD, WORD, st.booleans()),
+    st.builds(
+        events.Container,
+        *(WORD, TEXT, HALF, HALF, st.none() | st.integers(0, events.WORD_MASK - 1), WORD, WORD, WORD, WORD, WORD),
+    ),
 )
-STEP = st.builds(events.Step, WORD, HALF, HALF, HALF, HALF, *[WORD] * 9, st.lists(WORD, max_size=7).map(tuple))
+STEP = st.builds(events.Step, WORD, HALF, HALF, HALF, HALF, *[WORD] * 12, st.lists(WORD, max_size=7).map(tuple))
 OF_A_STEP: st.SearchStrategy[Any] = st.one_of(
     st.builds(events.Admitted, NUMBER, st.just(0), st.booleans(), HALF, HALF, GROUPS),
     st.builds(events.Allocated, NUMBER, st.just(0), st.lists(WORD, max_size=7).map(tuple)),

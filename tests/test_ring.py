@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import mmap
 import os
 import random
@@ -293,3 +294,25 @@ def test_another_process_at_full_speed_gives_no_torn_frame(folder: Path) -> None
         process.communicate()
     assert read > 0
     assert read + reader.lost == count
+
+
+def descriptors() -> int:
+    """How many this process has, the one by which they are listed counted."""
+    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208  # names alone
+
+
+def test_a_reader_that_nobody_holds_keeps_no_descriptor(tmp_path: Path) -> None:
+    """One that was never closed is closed as it goes; to close one twice closes nobody else's descriptor."""
+    path = tmp_path / "a.ring"
+    RingWriter(path, 1 << 12, Origin(start_time=0, boot_id=bytes(16)))
+    before = descriptors()
+    reader = RingReader(path)
+    assert descriptors() == before + 1
+    del reader
+    gc.collect()
+    assert descriptors() == before
+    reader = RingReader(path)
+    reader.close()
+    with path.open("rb") as other:
+        reader.close()
+        assert other.read(1)

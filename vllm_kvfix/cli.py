@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import io
 import json
 import os
@@ -28,6 +29,29 @@ examples:
   vllm-kvfix status --json | jq .exit_code
 """
 
+# Commands that parse their own arguments: the module whose `main` they are, and what they do.
+_DELEGATED = {
+    "attach": (
+        "vllm_kvfix.attach.command",
+        "bring the fix, the recorder or both into a running engine, without a restart",
+    ),
+    "detach": ("vllm_kvfix.attach.detach", "take back what was attached"),
+    "diagnose": (
+        "vllm_kvfix_sidecar.diagnose",
+        "say which vLLM process grows, what owns the growth, when the limit is reached, and what to do",
+    ),
+    "top": ("vllm_kvfix_sidecar.top", "the same, live, in a terminal (extra `sidecar`)"),
+    "postmortem": ("vllm_kvfix_sidecar.postmortem", "say what the ring of a dead engine tells of its last seconds"),
+    "sidecar": (
+        "vllm_kvfix_sidecar.__main__",
+        "show live engines: a page, metrics for Prometheus, spans and metrics by OTLP (extra `sidecar`)",
+    ),
+    "demo": (
+        "vllm_kvfix.demo.run",
+        "a real engine with a tiny model leaks, is named on a live page, and is fixed while it runs (CPU, minutes)",
+    ),
+}
+
 _COLOURS = {
     status.PROTECTED_OR_UNAFFECTED: "32",
     status.AFFECTED_AND_UNPROTECTED: "31",
@@ -40,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="vllm-kvfix",
         description="Fixes the host-memory leak of vLLM 0.17.1 to 0.25.1 without an upgrade, and shows the KV blocks "
         "of live engines. Once installed beside vLLM, both begin by themselves at its next start; `status` tells "
-        "whether they would, `sidecar` shows what is seen.",
+        "whether they would, `diagnose` which process grows and why, `sidecar` shows what is seen.",
         epilog="`vllm-kvfix COMMAND --help` says more.",
     )
     parser.add_argument("--version", action="version", version=f"vllm-kvfix {__version__}")
@@ -55,18 +79,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     status_parser.add_argument("--json", action="store_true", help="print one JSON object")
     status_parser.add_argument("--python", metavar="PATH", help="look at the environment of this interpreter")
-    sidecar_parser = commands.add_parser(
-        "sidecar",
-        help="show live engines: metrics for Prometheus, spans and metrics by OTLP (extra `sidecar`)",
-        add_help=False,
-    )
-    sidecar_parser.add_argument("arguments", nargs=argparse.REMAINDER)
-    demo_parser = commands.add_parser(
-        "demo",
-        help="show the leak and the fix on a real engine with a tiny model (CPU, minutes)",
-        add_help=False,
-    )
-    demo_parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    for name, (_, help_text) in _DELEGATED.items():
+        delegated = commands.add_parser(name, help=help_text, add_help=False)
+        delegated.add_argument("arguments", nargs=argparse.REMAINDER)
     return parser
 
 
@@ -101,14 +116,10 @@ def _status(arguments: argparse.Namespace, environ: Mapping[str, str], out: Text
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    if argv[:1] == ["demo"]:
-        from vllm_kvfix.demo.run import main as demo  # noqa: PLC0415  # status must stay fast
-
-        return demo(argv[1:])
-    if argv[:1] == ["sidecar"]:
-        from vllm_kvfix_sidecar.__main__ import main as sidecar  # noqa: PLC0415  # as above
-
-        return sidecar(argv[1:])
+    if argv[:1] and argv[0] in _DELEGATED:
+        module, _ = _DELEGATED[argv[0]]
+        run = importlib.import_module(module).main  # here, as status must stay fast
+        return int(run(argv[1:]))
     arguments = _parser().parse_args(argv)
     out = io.StringIO()
     code = _status(arguments, os.environ, out, colour=sys.stdout.isatty() and not os.environ.get("NO_COLOR"))

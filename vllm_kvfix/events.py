@@ -11,7 +11,8 @@ and goes on with the fields below, a word each, ``a:b`` being ``a << 32 | b``. G
 
     1 CONFIG     blocks, most requests:most tokens a step, flags, G x (block size, bytes, the kind's name)
     2 STEP       time, running:waiting, free:cached, steps, tokens, new blocks, reused blocks, released blocks,
-                 preemptions, refusals, queried tokens, hit tokens, G x backlog
+                 preemptions, refusals, queried tokens, hit tokens, finished requests, aborted ones among them,
+                output tokens of finished requests, G x backlog
     3 ARRIVED    time, prompt tokens, IDENTITY
     4 ADMITTED   hit tokens:external tokens, G x (reused:new)
     5 RESUMED    as ADMITTED
@@ -21,9 +22,14 @@ and goes on with the fields below, a word each, ``a:b`` being ``a << 32 | b``. G
     9 FINISHED   time, arrival, admission, reason:freed, prompt tokens:output tokens, hit tokens:external tokens,
                  peak, held block-microseconds, preemptions:refusals, G, G x (reused:new), IDENTITY
     10 FREED     time
+    11 FIGURES   time, scope:count, count x (index of the figure in its scope, value)
+    12 UNREAD    time, scope, TEXT
+    13 CENSUS    time, containers, nanoseconds spent, 1: nothing was left out
+    14 CONTAINER time, length:members, capacity + 1 or 0, bytes, added, removed, orphans, their age, TEXT
 
 IDENTITY is 128 bits of trace id (high word first), the parent's span id, ``trace flags << 32 | bytes of the id``, and
-the id's UTF-8, padded with NUL to whole words. No trace context: the three words are 0. Times are
+the id's UTF-8, padded with NUL to whole words. No trace context: the three words are 0. TEXT is its bytes and its
+UTF-8, padded alike. FIGURES to CONTAINER tell of the process and are of every process that has a ring. Times are
 ``CLOCK_MONOTONIC`` in nanoseconds. ADMITTED, RESUMED, ALLOCATED and REFUSED happened at the time of the STEP before
 them, which is always in the same frame. The counts in STEP run since the recorder began, so that a reader that
 missed frames has missed no amount. FINISHED says all about its request again, so that a span needs nothing else.
@@ -41,7 +47,9 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-CONFIG, STEP, ARRIVED, ADMITTED, RESUMED, ALLOCATED, REFUSED, PREEMPTED, FINISHED, FREED = KINDS = tuple(range(1, 11))
+KINDS = tuple(range(1, 15))
+CONFIG, STEP, ARRIVED, ADMITTED, RESUMED, ALLOCATED, REFUSED, PREEMPTED, FINISHED, FREED = KINDS[:10]
+FIGURES, UNREAD, CENSUS, CONTAINER = KINDS[10:]
 
 KIND_SHIFT = 56
 LENGTH_SHIFT = 40
@@ -53,6 +61,30 @@ WORD_MASK = (1 << 64) - 1
 LONGEST_ID = 512
 LONGEST_GROUP_KIND = 64
 MOST_GROUPS = 64
+LONGEST_TEXT = 512
+
+# What is told of a process's memory: the scopes, which are read one at a time, and the figures in each, in bytes unless
+# the name ends in _count or _us. Only ever add to the ends: a ring holds the indices.
+SCOPES: dict[str, tuple[str, ...]] = {
+    # /proc/PID/status
+    "status": ("rss", "anon", "file", "shmem", "swap", "peak", "threads_count"),
+    # /proc/PID/smaps; from "heap" on the categories that partition its RSS
+    "smaps": (
+        "rss", "pss", "uss", "swap",
+        "heap", "anonymous", "stacks", "shared_memory", "files", "ring", "driver", "rest",
+    ),
+    # The memory controller of the process's cgroup, v1 or v2; a limit of "max" is left out
+    "cgroup": (
+        "usage", "limit", "high", "swap", "anon", "file", "shmem", "kernel",
+        "oom_count", "oom_kill_count", "high_count", "max_count", "psi_some_us", "psi_full_us",
+    ),
+    # glibc's mallinfo2, all arenas: what is handed out, mapped pieces included; what it keeps of freed memory
+    "malloc": ("in_use", "retained", "mapped"),
+    # CPython: sys.getallocatedblocks, gc.get_count, collections so far
+    "python": ("blocks_count", "gen0_count", "gen1_count", "gen2_count", "collections_count"),
+}  # fmt: skip
+CATEGORIES = SCOPES["smaps"][4:]
+_SCOPE_NAMES = tuple(SCOPES)
 
 FINISH_REASONS = ("unknown", "stop", "length", "abort", "error", "repetition", "ignored")
 
@@ -84,7 +116,8 @@ class Step(NamedTuple):
     ``time`` in ns of the monotonic clock; ``running`` and ``waiting`` requests; ``free`` and ``cached`` blocks, which
     overlap: a free block may still be found by the prefix cache. All further fields but ``backlog`` run up:
     ``steps``, ``tokens`` scheduled, blocks taken ``new`` from the pool, ``reused`` from the prefix cache, and
-    ``released`` by requests; ``preemptions``, ``refusals``, tokens ``queried`` in the prefix cache and ``hit`` there.
+    ``released`` by requests; ``preemptions``, ``refusals``, tokens ``queried`` in the prefix cache and ``hit`` there;
+    requests ``finished``, those of them that were ``aborted``, and the tokens ``generated`` for finished ones.
     ``backlog``: the length of ``new_block_ids`` of each group's manager.
     """
 
@@ -102,6 +135,9 @@ class Step(NamedTuple):
     refusals: int
     queried: int
     hit: int
+    finished: int
+    aborted: int
+    generated: int
     backlog: tuple[int, ...]
 
 
@@ -206,7 +242,60 @@ class Freed(NamedTuple):
     time: int
 
 
-Event: TypeAlias = Config | Step | Arrived | Admitted | Allocated | Refused | Preempted | Finished | Freed
+class Figures(NamedTuple):
+    """What one scope of ``SCOPES`` says of the process at a ``time``: only what could be read, by the figure's name."""
+
+    time: int
+    scope: str
+    values: dict[str, int]
+
+
+class Unread(NamedTuple):
+    """A scope of ``SCOPES`` could not be read, and why."""
+
+    time: int
+    scope: str
+    reason: str
+
+
+class Census(NamedTuple):
+    """A round is over: the ``CONTAINER`` records of those that may have changed since the last one came before this.
+
+    ``spent``: nanoseconds that the round took in all. ``containers`` there are, and ``complete``: nothing was left out
+    for its depth or number, as of the last walk over everything, which is spread over several rounds.
+    """
+
+    time: int
+    containers: int
+    spent: int
+    complete: bool
+
+
+class Container(NamedTuple):
+    """One container, or a class of containers alike (``members`` of them), as a census found it.
+
+    ``path`` from a root on, such as ``scheduler.waiting``; ``[*]`` in it stands for every member. ``length``: entries
+    in all members. ``capacity``: most entries that there can be, None: nothing bounds it. ``size``: estimated bytes
+    that would be free without it. ``added`` and ``removed``: entries that came and went, as far as lengths told, since
+    the first census. ``orphans``: keys of no live request, at least; ``orphan_age``: ns since the oldest of them was
+    first seen to be one.
+    """
+
+    time: int
+    path: str
+    length: int
+    members: int
+    capacity: int | None
+    size: int
+    added: int
+    removed: int
+    orphans: int
+    orphan_age: int
+
+
+RequestEvent: TypeAlias = Config | Step | Arrived | Admitted | Allocated | Refused | Preempted | Finished | Freed
+ProcessEvent: TypeAlias = Figures | Unread | Census | Container
+Event: TypeAlias = RequestEvent | ProcessEvent
 
 
 def head(kind: int, words: int, number: int = 0) -> int:
@@ -241,7 +330,7 @@ def encode(event: Event) -> list[int]:
 
     The recorder writes the frequent ones itself, word for word as here.
     """
-    number = 0 if isinstance(event, Config | Step) else event.number
+    number = getattr(event, "number", 0)
     kind, fields = _KIND_AND_FIELDS[type(event)](event)
     return [head(kind, len(fields) + 1, number), *fields]
 
@@ -289,6 +378,33 @@ def _finished_fields(event: Finished) -> tuple[int, list[int]]:
     ]
 
 
+def _figures_fields(event: Figures) -> tuple[int, list[int]]:
+    names = SCOPES[event.scope]
+    words = [event.time, pair(_SCOPE_NAMES.index(event.scope), len(event.values))]
+    for name, value in event.values.items():
+        words += [names.index(name), min(max(0, value), WORD_MASK)]
+    return FIGURES, words
+
+
+def _container_fields(event: Container) -> tuple[int, list[int]]:
+    return CONTAINER, [
+        event.time,
+        pair(min(event.length, LOW), min(event.members, LOW)),
+        0 if event.capacity is None else event.capacity + 1,
+        event.size,
+        event.added,
+        event.removed,
+        event.orphans,
+        event.orphan_age,
+        *_long_text(event.path),
+    ]
+
+
+def _long_text(text: str) -> list[int]:
+    data = text.encode(errors="replace")[:LONGEST_TEXT]
+    return [len(data), *_text_words(data)]
+
+
 _KIND_AND_FIELDS: dict[type, Callable[..., tuple[int, list[int]]]] = {
     Config: _config_fields,
     Step: _step_fields,
@@ -299,6 +415,10 @@ _KIND_AND_FIELDS: dict[type, Callable[..., tuple[int, list[int]]]] = {
     Preempted: lambda event: (PREEMPTED, [event.time, event.released, event.taker]),
     Finished: _finished_fields,
     Freed: lambda event: (FREED, [event.time]),
+    Figures: _figures_fields,
+    Unread: lambda event: (UNREAD, [event.time, _SCOPE_NAMES.index(event.scope), *_long_text(event.reason)]),
+    Census: lambda event: (CENSUS, [event.time, event.containers, event.spent, int(event.complete)]),
+    Container: _container_fields,
 }
 
 
@@ -371,7 +491,10 @@ def _step(_: int, fields: Sequence[int], __: int) -> Step:
         fields[9],
         fields[10],
         fields[11],
-        tuple(_few(fields[12:])),
+        fields[12],
+        fields[13],
+        fields[14],
+        tuple(_few(fields[15:])),
     )
 
 
@@ -459,6 +582,45 @@ def _identity(fields: Sequence[int]) -> Identity:
     return Identity(text, context)
 
 
+def _figures(_: int, fields: Sequence[int], __: int) -> Figures:
+    scope, count = fields[1] >> HALF, fields[1] & LOW
+    if scope >= len(_SCOPE_NAMES):
+        return Figures(fields[0], "", {})  # of a newer recorder
+    if 2 + 2 * count > len(fields):
+        raise ValueError(f"{count} figures")
+    names = SCOPES[_SCOPE_NAMES[scope]]
+    pairs = ((fields[at], fields[at + 1]) for at in range(2, 2 + 2 * count, 2))
+    return Figures(fields[0], _SCOPE_NAMES[scope], {names[at]: value for at, value in pairs if at < len(names)})
+
+
+def _unread(_: int, fields: Sequence[int], __: int) -> Unread:
+    scope = _SCOPE_NAMES[fields[1]] if fields[1] < len(_SCOPE_NAMES) else ""
+    return Unread(fields[0], scope, _parse_text(fields[2:]))
+
+
+def _census(_: int, fields: Sequence[int], __: int) -> Census:
+    return Census(fields[0], fields[1], fields[2], bool(fields[3]))
+
+
+def _container(_: int, fields: Sequence[int], __: int) -> Container:
+    return Container(
+        time=fields[0],
+        path=_parse_text(fields[8:]),
+        length=fields[1] >> HALF,
+        members=fields[1] & LOW,
+        capacity=fields[2] - 1 if fields[2] else None,
+        size=fields[3],
+        added=fields[4],
+        removed=fields[5],
+        orphans=fields[6],
+        orphan_age=fields[7],
+    )
+
+
+def _parse_text(fields: Sequence[int]) -> str:
+    return _text(fields[1 : 1 + _words_of(fields[0], LONGEST_TEXT)], fields[0])
+
+
 _PARSERS: dict[int, Callable[[int, Sequence[int], int], Event]] = {
     CONFIG: _config,
     STEP: _step,
@@ -470,4 +632,8 @@ _PARSERS: dict[int, Callable[[int, Sequence[int], int], Event]] = {
     PREEMPTED: _preempted,
     FINISHED: _finished,
     FREED: _freed,
+    FIGURES: _figures,
+    UNREAD: _unread,
+    CENSUS: _census,
+    CONTAINER: _container,
 }

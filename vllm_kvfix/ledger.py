@@ -35,6 +35,7 @@ TICK_SHIFT = 10  # held time is summed in ticks of 1,024 ns: a shift costs less 
 #   KEEPING     request id                                          that ended last: a connector still reads its blocks
 #   FREEING     time, request id                                    no longer
 TURN, ARRIVAL, END, PREEMPTION, REFUSAL, KEEPING, FREEING = range(7)
+_ABORT = events.FINISH_REASONS.index("abort")
 Note: TypeAlias = "tuple[Any, ...]"
 
 
@@ -77,12 +78,13 @@ class Ledger:
         self._words = array("Q")
         self._count = self._number = self._finished_at = 0
         # First words of the records whose length does not change, less the request's number.
-        self._step_head = events.head(events.STEP, 13 + backlogs)
+        self._step_head = events.head(events.STEP, 16 + backlogs)
         self._allocated_head = events.head(events.ALLOCATED, self._groups + 1)
         self._admitted_head = events.head(events.ADMITTED, self._groups + 2)
         self._resumed_head = events.head(events.RESUMED, self._groups + 2)
         self._steps = self._tokens = self._new = self._reused = self._released = 0
         self._preemptions = self._refusals = self._queried = self._hit = 0
+        self._finished = self._aborted = self._generated = 0
 
     def take(self) -> tuple[array[int], int]:
         """The records made since the last call, as words, and how many records they are."""
@@ -163,6 +165,9 @@ class Ledger:
         known = self._find(request_id, time)
         self._let_go(request_id, known, lengths, time)
         del self._requests[request_id]
+        self._finished += 1
+        self._aborted += reason == _ABORT
+        self._generated += output_tokens
         identity = known.identity
         words = self._words
         self._finished_at = len(words)
@@ -291,6 +296,9 @@ class Ledger:
                 self._refusals,
                 self._queried,
                 self._hit,
+                self._finished,
+                self._aborted,
+                self._generated,
                 *backlog,
                 *details,
             ]

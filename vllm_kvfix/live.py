@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from vllm_kvfix import events
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
 _REASONS = {
     status: events.FINISH_REASONS.index(reason)
@@ -34,6 +34,70 @@ _FROM_THE_FRONT = frozenset({"FullAttentionManager", "SlidingWindowManager", "Ch
 
 Admission: TypeAlias = "tuple[str, list[list[int]], int]"
 """A request that began to run, or ran again: its id, the ids in its table of each group, the tokens computed before."""
+
+
+def schedulers_below(thing: Any) -> list[tuple[Any, Any]]:
+    """The schedulers that an object of vLLM's leads to, each with the ``EngineCore`` that holds it.
+
+    ``thing`` is anything at all: of what is not vLLM's, no attribute is read, since that could run code.
+    """
+    if not any(str(base.__module__).partition(".")[0] == "vllm" for base in type(thing).__mro__):
+        return []
+    found = []
+    for path in _TO_A_CORE:
+        core = thing
+        for name in path:
+            core = _own(core).get(name)
+        scheduler = _own(core).get("scheduler")
+        if "kv_cache_manager" in _own(scheduler):
+            found.append((scheduler, core))
+    return found
+
+
+def _own(thing: Any) -> Mapping[str, Any]:
+    """What an object holds by itself, without running any code of its class."""
+    try:
+        attributes = object.__getattribute__(thing, "__dict__")
+    except AttributeError:
+        return {}
+    return attributes if isinstance(attributes, dict) else {}
+
+
+# From an EngineCore, an InprocClient, an LLMEngine and an LLM.
+_TO_A_CORE = ((), ("engine_core",), ("engine_core", "engine_core"), ("llm_engine", "engine_core", "engine_core"))
+
+
+def waits_for_work(core: Any) -> bool | None:
+    """Whether the thread that drives an ``EngineCore`` sleeps in its queue, and so is between two steps for sure.
+
+    None where it has no such queue: the engine is driven by a script's own calls.
+    """
+    work = _own(core).get("input_queue")
+    sleepers = getattr(getattr(work, "not_empty", None), "_waiters", None)
+    return None if sleepers is None else len(sleepers) > 0
+
+
+def engine_is_dead(front_end: Any) -> bool:
+    """Whether the engine of an ``AsyncLLM`` has died, as that knows.
+
+    Raises:
+        AttributeError: It does not know: its engine is in its own process.
+    """
+    return bool(front_end.engine_core.resources.engine_dead)
+
+
+STEP_METHODS = ("schedule", "add_request", "finish_requests", "update_from_output")
+"""What others call of a ``Scheduler`` to have it work."""
+IDLE_METHOD = "has_requests"
+"""What the loop of an ``EngineCore`` asks its ``Scheduler`` at each turn, before a step.
+
+A data-parallel rank of a mixture of experts that has no request keeps the pace of the others: it neither enters
+``schedule()`` nor sleeps in its queue."""
+
+
+def backlog(scheduler: Any) -> int:
+    """Ids in the lists ``new_block_ids`` of a ``Scheduler``, all groups together."""
+    return sum(len(manager.new_block_ids) for manager in managers(coordinator(cache_manager(scheduler))))
 
 
 def cache_config(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
@@ -234,3 +298,86 @@ class CacheView:
     def block_ids(self, request_id: str) -> frozenset[int]:
         """The ids of all blocks that a request holds."""
         return frozenset(block_id for ids in self.ids(request_id) for block_id in ids) - {self._null_id}
+
+
+# -- for the census of containers -------------------------------------------------------------------------------------
+
+# Packages of vLLM in which nothing is kept per request: configuration, models and their weights, compiled code.
+_STATELESS = frozenset({
+    "assets", "compilation", "config", "envs", "ir", "kernels", "logger", "logging_utils", "model_executor", "models",
+    "platforms", "renderers", "sampling_params", "third_party", "tokenizers", "transformers_utils", "triton_utils",
+    "usage",
+})  # fmt: skip
+REQUEST_ID_NAMES = frozenset({"request_id", "req_id", "external_req_id", "parent_req_id"})
+"""Attributes by which an object is about one request."""
+
+
+def stateless(module: str) -> bool:
+    """Whether the objects of a class of this module hold no containers that are worth a look."""
+    package, _, rest = module.partition(".")
+    return package == "vllm" and rest.partition(".")[0] in _STATELESS
+
+
+def live_ids_of(thing: Any) -> Collection[str]:
+    """The ids of the requests that are alive in a scheduler, an engine core, a front end, a worker or a model runner.
+
+    It is vLLM's own table, or a view of it, not a copy; empty where the object has none of those that are known.
+    """
+    for path in _LIVE_TABLES:
+        found = thing
+        for name in path:
+            found = getattr(found, name, None)
+            if found is None:
+                break
+        else:
+            if isinstance(found, dict):
+                return found
+    return ()
+
+
+# Where the table of live requests lies: from a Scheduler, an OutputProcessor, a GPUModelRunner of the first kind and of
+# the second (also before its states were split off), and from what holds one of those.
+_LIVE_TABLES = (
+    ("requests",),
+    ("request_states",),
+    ("req_states", "req_id_to_index"),
+    ("scheduler", "requests"),
+    ("output_processor", "request_states"),
+    ("model_runner", "requests"),
+    ("model_runner", "req_states", "req_id_to_index"),
+    ("worker", "model_runner", "requests"),
+    ("worker", "model_runner", "req_states", "req_id_to_index"),
+)
+
+
+def known_bounds(class_name: str, attributes: Mapping[str, Any]) -> dict[str, int]:
+    """The most entries of containers below an object of a class of vLLM's, by the path from that object on.
+
+    ``attributes`` are the object's own. A path of ``*`` stands for all containers that it has itself.
+    """
+    if class_name == "EncoderCacheManager":
+        return _encoder_bounds(attributes)
+    source, names = _BOUNDS.get(class_name, ("", ()))
+    bound = attributes.get(source)
+    return dict.fromkeys(names, bound) if type(bound) is int and bound > 0 else {}
+
+
+def _encoder_bounds(attributes: Mapping[str, Any]) -> dict[str, int]:
+    """The size of an encoder's cache is in embeddings: as many items as fit if they are as large as those in it now."""
+    size, free, cached = (attributes.get(name) for name in ("cache_size", "num_free_slots", "cached"))
+    if type(size) is not int or type(free) is not int or not isinstance(cached, dict) or not 0 <= free < size:
+        return {}
+    number = dict.__len__(cached)
+    return dict.fromkeys(("cached", "freeable"), -(-size * number // (size - free))) if number else {}
+
+
+_BOUNDS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "BlockPool": (
+        "num_gpu_blocks",
+        ("blocks", "cached_block_hash_to_block", "cached_block_hash_to_block._cache", "cached_block_hashes_by_block"),
+    ),
+    "Scheduler": ("max_num_running_reqs", ("running",)),
+    "AsyncScheduler": ("max_num_running_reqs", ("running",)),
+    "InputBatch": ("max_num_reqs", ("*",)),
+    "RequestState": ("max_num_reqs", ("req_id_to_index", "index_to_req_id", "free_indices")),
+}

@@ -15,17 +15,19 @@ import logging
 import os
 import sys
 import weakref
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_kvfix import __version__, faults, import_hook, live, patching, upstream
+from vllm_kvfix import __version__, faults, import_hook, live, own_ring, patching, upstream
 from vllm_kvfix.recorder import Recorder
-from vllm_kvfix.ring import layout, place
-from vllm_kvfix.ring.writer import Origin, RingWriter
+from vllm_kvfix.ring import place
+from vllm_kvfix.roots import Roots
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from pathlib import Path
     from types import ModuleType
+
+    from vllm_kvfix.ring.writer import RingWriter
 
 logger = logging.getLogger(upstream.LOGGER_NAME)
 
@@ -37,6 +39,11 @@ _recorders: dict[int, Recorder] = {}
 # By id() of the cache manager; see _make_probe.
 _probes: dict[int, Callable[[Any], None]] = {}
 _at_fork: list[bool] = []
+
+
+def recorder_of(scheduler: Any) -> Recorder | None:
+    """The recorder of a live scheduler; None where it is not watched."""
+    return _recorders.get(id(scheduler))
 
 
 def wanted(environ: Mapping[str, str]) -> bool | None:
@@ -166,6 +173,11 @@ SITES: tuple[tuple[str, str, str, Callable[[Callable[..., Any]], Callable[..., A
 OPTIONAL_SITES = ((upstream.CACHE_MANAGER_MODULE, "KVCacheManager", "can_fit_full_sequence", _can_fit_full_sequence),)
 
 
+def missing_for(sources: upstream.Sources) -> list[str]:
+    """What watching relies on and this source lacks, a sentence each; empty: all is there."""
+    return upstream.missing_observables(sources, [site[:3] for site in SITES])
+
+
 class Observation:
     """Watching, in this process: waiting for vLLM's scheduler, then on or off as a whole."""
 
@@ -174,7 +186,15 @@ class Observation:
         self._environ = environ
         self._patch_state = patch_state
         self._version = ""
+        self._over = False
         self._replacements: list[patching.Replacement] = []
+        self._ending: set[Recorder] = set()
+        self._roots = Roots(self._open_ring)
+
+    def _open_ring(self, role: str, index: int) -> RingWriter:
+        """A ring for a process that has no scheduler."""
+        found = upstream.locate()
+        return own_ring.open_ring(self._environ, (found and found.version) or "", role, index)
 
     def wait(self) -> None:
         """Have the hooks put in when vLLM's scheduler has been imported; imports nothing itself.
@@ -183,26 +203,39 @@ class Observation:
         arguments, theirs could not be fast.
         """
         import_hook.when_imported(upstream.SCHEDULER_MODULE, self._arrived)
+        if wanted(self._environ):
+            self._roots.wait()
 
     def _arrived(self, scheduler_module: ModuleType) -> None:
+        if self._over:  # the module comes after everything was given back
+            return
         try:
             sources = upstream.Sources(upstream.package_root(upstream.SCHEDULER_MODULE, scheduler_module.__file__))
-            self._version = upstream.read_version(sources.root) or ""
-            missing = upstream.missing_observables(sources, [site[:3] for site in SITES])
+            missing = missing_for(sources)
             if wanted(self._environ) is None:
                 missing = [f"{VARIABLE}={self._environ.get(VARIABLE)} is neither on nor off"]
+            self._version = upstream.read_version(sources.root) or ""
             if missing:
                 self._say_off("; ".join(missing))
                 return
-            init = (upstream.SCHEDULER_MODULE, "Scheduler", "__init__", self._scheduler_init)
-            there = [site for site in OPTIONAL_SITES if not upstream.missing_methods(sources, [site[:3]])]
-            for module, class_name, name, wrap in (*SITES, *there, init):
-                done = patching.replace(sys.modules[module], class_name, name, MARK, wrap)
-                if done is not None:
-                    self._replacements.append(done)
+            self.put_in(self._version)
         except Exception as error:  # noqa: BLE001  # this runs inside an import of vLLM's
             self.restore()
             self._say_off(f"{type(error).__name__}: {error}")
+
+    def put_in(self, version: str) -> None:
+        """Put the hooks in at once, in a process that has imported what :func:`missing_for` asks for of ``version``.
+
+        Raises:
+            PatchError, KeyError: Something is not what it must be; :meth:`restore` gives back what was replaced.
+        """
+        self._version = version
+        init = (upstream.SCHEDULER_MODULE, "Scheduler", "__init__", self._scheduler_init)
+        there = [site for site in OPTIONAL_SITES if site[2] in vars(patching.class_of(sys.modules[site[0]], site[1]))]
+        for module, class_name, name, wrap in (*SITES, *there, init):
+            done = patching.replace(sys.modules[module], class_name, name, MARK, wrap)
+            if done is not None:
+                self._replacements.append(done)
 
     def _scheduler_init(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def __init__(scheduler: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
@@ -222,27 +255,40 @@ class Observation:
         Raises:
             OSError, PlaceError: No ring can be made; nothing is watched then.
         """
-        folder = place.default_folder(self._environ)
-        try:
-            size = place.ring_size(self._environ)
-        except ValueError as error:
-            size = place.DEFAULT_SIZE
-            logger.warning("vllm-kvfix %s: %s. The ring gets %d MiB.", __version__, error, size >> 20)
-        path = place.new_ring(folder)
-        place.clean_up(folder)
-        writer = RingWriter(path, layout.capacity(size), this_process(live.engine_index(scheduler), self._version))
+        writer = self.open_ring(scheduler, self._version)
+        self.record(scheduler, writer)
+        self.speak(scheduler)
+        return writer.path
+
+    def open_ring(self, scheduler: Any, version: str) -> RingWriter:
+        """A new ring for a scheduler of a vLLM of ``version``.
+
+        Raises:
+            OSError, PlaceError: None can be made.
+        """
+        return own_ring.open_ring(self._environ, version, engine_index=live.engine_index(scheduler))
+
+    def record(self, scheduler: Any, writer: RingWriter) -> None:
+        """Have the hooks tell of ``scheduler`` through ``writer``; to be called between two of its steps."""
         writer.set_patch_state(self._patch_state())
-        recorder = Recorder(scheduler, writer)
-        _keep(scheduler, recorder)
+        _keep(scheduler, Recorder(scheduler, writer))
+
+    def speak(self, scheduler: Any, core: Any = None) -> None:
+        """Have this process tell of itself through the ring of a scheduler that is watched; ``core`` drives it."""
+        recorder = _recorders[id(scheduler)]
+        writer = recorder.writer
         logger.info(
             "vllm-kvfix %s: watching the KV blocks of this engine core through %s (%d MiB). "
             "See them with: vllm-kvfix sidecar. Turn off with: %s=off",
             __version__,
-            path,
-            size >> 20,
+            writer.path,
+            writer.size >> 20,
             VARIABLE,
         )
-        return path
+        self._roots.add("scheduler", scheduler)
+        if core is not None:
+            self._roots.add("engine_core", core)
+        self._roots.speak(recorder)
 
     def _say_off(self, reason: str) -> None:
         logger.warning(
@@ -256,12 +302,26 @@ class Observation:
 
     def restore(self) -> list[patching.Replacement]:
         """Give the originals back and end every recording; returns what lies below another plugin's wrapper still."""
+        left = self._roots.restore()
+        left += self.take_out()
+        self.end()
+        return left
+
+    def take_out(self) -> list[patching.Replacement]:
+        """Take the hooks out and tell the recorders no more; waits for nothing. What is left is as for `restore`."""
+        self._over = True
         left = [replacement for replacement in reversed(self._replacements) if not patching.restore(replacement)]
         self._replacements = []
-        for recorder in set(_recorders.values()):
-            recorder.close()
+        self._ending |= set(_recorders.values())
         _forget()
         return left
+
+    def end(self) -> None:
+        """After :meth:`take_out`: fall silent, and let go of the rings. Waits for the threads that write."""
+        self._roots.restore()
+        for recorder in self._ending:
+            recorder.close()
+        self._ending.clear()
 
 
 def _keep(scheduler: Any, recorder: Recorder) -> None:
@@ -288,15 +348,3 @@ def _let_go(*keys: int) -> None:
 def _forget() -> None:
     _recorders.clear()
     _probes.clear()
-
-
-def this_process(engine_index: int, vllm_version: str, proc: Path = Path("/proc")) -> Origin:
-    """Who writes, for a ring's header.
-
-    Raises:
-        OSError: ``proc`` is not what Linux has there.
-    """
-    # The name, in parentheses, may hold anything; the start time is the 20th field after it.
-    start_time = int((proc / "self" / "stat").read_text().rpartition(")")[2].split()[19])
-    boot_id = bytes.fromhex((proc / "sys/kernel/random/boot_id").read_text().strip().replace("-", ""))
-    return Origin(start_time, boot_id, engine_index, vllm_version, __version__)

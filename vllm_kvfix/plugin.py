@@ -18,10 +18,10 @@ from vllm_kvfix import __version__, faults, guard, import_hook, observe, patchin
 from vllm_kvfix.backports import BACKPORTS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
     from types import ModuleType
 
-    from vllm_kvfix.backports import Backport, Site
+    from vllm_kvfix.backports import Backport, Means, Site
 
 logger = logging.getLogger(upstream.LOGGER_NAME)
 
@@ -42,7 +42,7 @@ class Report:
     """The methods that are replaced now."""
 
 
-class _Application:
+class Application:
     """One back-port in this process: waiting, then applied or refused as a whole."""
 
     def __init__(self, backport: Backport, mode: guard.Mode | None) -> None:
@@ -50,10 +50,11 @@ class _Application:
         self.mode = mode
         self.decision: guard.Decision | None = None
         self.version: str | None = None
+        self.means: Means | None = None
         self.replacements: list[patching.Replacement] = []
-        self._sites: tuple[Site, ...] = ()
 
     def wait(self) -> None:
+        """Decide and replace as vLLM's modules are imported."""
         import_hook.when_imported(_FIRST_MODULE, self._first_module_arrived)
         import_hook.when_imported(_LAST_MODULE, self._arrived)
 
@@ -82,9 +83,37 @@ class _Application:
                     "remove the package that replaces vLLM's modules, or report it",
                 )
             else:
-                self._sites = self.backport.sites(sources, self._announce)
+                self.means = self.backport.prepare(sources, self.announce)
         if self.decision.state is guard.State.REFUSED:
             self._warn()
+
+    @property
+    def _sites(self) -> tuple[Site, ...]:
+        return self.means.sites if self.means else ()
+
+    def prepare(self, installation: upstream.Installation, sources: upstream.Sources, decision: guard.Decision) -> None:
+        """Get ready for an engine that is live, where ``decision`` fell elsewhere; nothing is replaced yet."""
+        self.version, self.decision = installation.version, decision
+        self.means = self.backport.prepare(sources, lambda: None)
+
+    def put_in(self, modules: Mapping[str, ModuleType]) -> None:
+        """Replace everything at once, in a process that has imported all of it.
+
+        Raises:
+            PatchError, KeyError: Something is not what it must be; nothing is replaced then.
+        """
+        try:
+            for site in self._sites:
+                self._replace(modules[site.module], site)
+        except Exception:
+            self.restore()
+            raise
+        _applications.append(self)
+
+    def take_out(self) -> None:
+        """Undo :meth:`put_in`."""
+        _applications.remove(self)
+        self.restore()
 
     def _arrived(self, module: ModuleType) -> None:
         try:
@@ -112,11 +141,12 @@ class _Application:
     def restore(self) -> None:
         """Give the originals back; what somebody replaced since goes to ``_left``."""
         import_hook.forget([_FIRST_MODULE, _LAST_MODULE, *(site.module for site in self._sites)])
-        self._sites = ()
+        self.means = None
         _left.extend(replacement for replacement in self.replacements if not patching.restore(replacement))
         self.replacements = []
 
-    def _announce(self) -> None:
+    def announce(self) -> None:
+        """Say that the fix is in force."""
         logger.info(
             "vllm-kvfix %s: the host-memory leak of vLLM %s is fixed in this engine core (back-port of %s, %s). "
             "Check any time with: vllm-kvfix status",
@@ -138,7 +168,7 @@ class _Application:
             )
 
 
-_applications: list[_Application] = []
+_applications: list[Application] = []
 _observations: list[observe.Observation] = []
 # What `restore` could not give back yet, since another plugin's wrapper lay on top.
 _left: list[patching.Replacement] = []
@@ -158,9 +188,9 @@ def register(environ: Mapping[str, str] | None = None) -> None:
             environ = os.environ if environ is None else environ
             mode = guard.parse_mode(environ.get(guard.MODE_VARIABLE))
             if mode is not guard.Mode.OFF:
-                _applications.extend(_Application(backport, mode) for backport in BACKPORTS)
+                _applications.extend(Application(backport, mode) for backport in BACKPORTS)
             if observe.wanted(environ) is not False:
-                _observations.append(observe.Observation(environ, _patch_state))
+                _observations.append(observe.Observation(environ, patch_state))
             for application in _applications:
                 application.wait()
             for observation in _observations:
@@ -177,7 +207,7 @@ def restore() -> tuple[str, ...]:
         theirs away too. Once that plugin has taken its wrapper back, a further call gives them back.
     """
     with _lock:
-        _left[:] = [replacement for replacement in _left if not patching.restore(replacement)]
+        retry()
         # What watches lies on top of what fixes.
         for observation in _observations:
             _left.extend(observation.restore())
@@ -188,7 +218,23 @@ def restore() -> tuple[str, ...]:
         return tuple(map(str, _left))
 
 
-def _patch_state() -> str:
+def applications() -> tuple[Application, ...]:
+    """The back-ports in this process."""
+    return tuple(_applications)
+
+
+def leave(replacements: Iterable[patching.Replacement]) -> None:
+    """Remember what could not be given back, as another plugin's wrapper lies on top of it."""
+    _left.extend(replacements)
+
+
+def retry() -> tuple[str, ...]:
+    """Give back what can be given back by now; returns the names of the methods that still stay replaced."""
+    _left[:] = [replacement for replacement in _left if not patching.restore(replacement)]
+    return tuple(map(str, _left))
+
+
+def patch_state() -> str:
     """What a ring's header says of the fix, one of ``layout.PATCH_STATES``."""
     if not _applications:
         return "off"

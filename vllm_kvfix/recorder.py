@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_kvfix import events, faults, live, upstream
 from vllm_kvfix.ledger import ARRIVAL, END, FREEING, KEEPING, PREEMPTION, REFUSAL, TURN, Ledger
+from vllm_kvfix.ring import layout
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,7 +70,7 @@ class Recorder:
         self._working = threading.Lock()
         self._lookups = _NO_LOOKUPS
         self._kept: set[str] = set()
-        for request in live.known_requests(scheduler).values():
+        for request in list(live.known_requests(scheduler).values()):
             self._ledger.adopt(request, clock(), self._cache.lengths(request.request_id))
         self._configured = self._faults = 0
 
@@ -218,6 +219,22 @@ class Recorder:
             self._working.release()
         return True
 
+    @property
+    def largest(self) -> int:
+        """Most words that :meth:`tell` takes at a time."""
+        return self.writer.largest - layout.FRAME_HEADER_WORDS
+
+    def tell(self, words: array[int], count: int) -> bool:
+        """Publish so many events that tell of the process; False: nothing is recorded any more.
+
+        Waits for whoever is at work on the ring: never to be called on the step path.
+        """
+        with self._working:
+            if self.off:
+                return False
+            self.writer.write(words, count)
+            return True
+
     def _fault(self, place: str, error: Exception, events: int = 1) -> None:
         """Contain an error of ours, which cost so many events; too many, and we stop watching."""
         faults.note(place, error)
@@ -245,4 +262,7 @@ class Recorder:
             self._thread.join(CLOSING_S)
         while not off and self._notes and self._publish(wait=True):
             pass
-        self.writer.close()
+        # Not to be had only where this very thread was at work on the ring when it happened to collect the scheduler.
+        if self._working.acquire(timeout=CLOSING_S):
+            self.writer.close()
+            self._working.release()

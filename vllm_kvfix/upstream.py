@@ -36,6 +36,10 @@ SCHEDULER_MODULE = "vllm.v1.core.sched.scheduler"
 CONFIG_MODULE = "vllm.v1.kv_cache_interface"
 OUTPUT_MODULE = "vllm.v1.core.sched.output"
 POOL_MODULE = "vllm.v1.core.block_pool"
+CORE_MODULE = "vllm.v1.engine.core"
+ASYNC_LLM_MODULE = "vllm.v1.engine.async_llm"
+LLM_ENGINE_MODULE = "vllm.v1.engine.llm_engine"
+WORKER_MODULE = "vllm.v1.worker.worker_base"
 
 MANAGER_CLASS = "SingleTypeKVCacheManager"
 MAMBA_SPEC_CLASS = "MambaSpec"
@@ -247,9 +251,10 @@ class Sources:
     Every method answers from text alone, so it says the same in a shell, in a test and inside an engine.
     """
 
-    def __init__(self, root: Path) -> None:
-        """``root`` is the folder of the package ``vllm``."""
+    def __init__(self, root: Path, recorded_specs: tuple[str, ...] | None = None) -> None:
+        """``root`` is the folder of the package ``vllm``; ``recorded_specs`` what another process has read there."""
         self.root = root
+        self.recorded_specs = recorded_specs
         self._modules: dict[str, tuple[list[str], ast.Module] | None] = {}
 
     def path(self, module: str) -> Path:
@@ -353,6 +358,8 @@ def recorded_specs(sources: Sources) -> tuple[str, ...]:
 
     Read from the guard around each recording line; empty where the lines stand under no such guard or differ.
     """
+    if sources.recorded_specs is not None:
+        return sources.recorded_specs
     tree = sources.module(MANAGERS_MODULE)
     guards = {
         tuple(_guard_names(node.test))

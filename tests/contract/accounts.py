@@ -16,7 +16,7 @@ from vllm_kvfix import events
 from vllm_kvfix.ring.reader import RingReader
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 # Tables that move a block from one place to another, or copy one: what appears in them is more than the pool gave.
 _MOVING = frozenset({"MambaSpec"})
@@ -50,6 +50,23 @@ def ring_folder() -> Iterator[Path]:
     """A folder for the rings of one workload."""
     with tempfile.TemporaryDirectory(prefix="kvfix-contract-") as folder:
         yield Path(folder)
+
+
+def run_scenarios(scenarios: Iterable[Callable[[Path], None]]) -> list[str]:
+    """Run each scenario in a folder of its own for rings; their names.
+
+    Raises:
+        AssertionError: One does not hold; the message begins with its name.
+    """
+    names = []
+    for scenario in scenarios:
+        with ring_folder() as folder:
+            try:
+                scenario(folder)
+            except Exception as error:
+                raise AssertionError(f"{scenario.__name__}: {type(error).__name__}: {error}") from error
+        names.append(scenario.__name__)
+    return names
 
 
 def read(folder: Path) -> Account:
@@ -95,6 +112,8 @@ def check(account: Account, driver: d.Driver, outputs: list[Any]) -> Counter[str
     _equal("reasons", reasons, {name: _REASON[r.status.name] for name, r in driver.requests.items()})
     tokens = {f.identity.request_id: (f.prompt_tokens, f.output_tokens) for f in finished}
     _equal("tokens", tokens, {n: (r.num_prompt_tokens, r.num_output_tokens) for n, r in driver.requests.items()})
+    ended = len(finished), list(reasons.values()).count("abort"), sum(f.output_tokens for f in finished)
+    _equal("running totals (finished, aborted, generated)", (last.finished, last.aborted, last.generated), ended)
     _details(account, finished)
     return Counter(
         {

@@ -9,24 +9,29 @@ Exit code 0: everything held; 1: something did not, with the reason in `failure`
 from __future__ import annotations
 
 import argparse
+import ast
+import functools
 import json
 import os
 import sys
 import time
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 # Last, so that an installed or unzipped `vllm_kvfix` wins over the checkout's.
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from tests import releases
-from tests.contract import accounts, driver, machine, replaced, running_release, scenarios, watching
+from tests.contract import accounts, census, driver, machine, replaced, rooted, running_release, scenarios, watching
+from vllm_kvfix import upstream
 
 
 def examine(release: str, workloads: int, seed: int, *, shrink: bool = False) -> dict[str, Any]:
     """Run everything that is promised of one release; the result is plain JSON."""
     known = releases.BY_VERSION[release]
+    read_the_source_once()
     if running_release.release() != release:
         msg = f"asked for vLLM {release}, but sys.path has {running_release.release()}"
         raise SystemExit(msg)
@@ -38,6 +43,8 @@ def examine(release: str, workloads: int, seed: int, *, shrink: bool = False) ->
             result["observed"] = replacements({"VLLM_KVFIX_PATCH": "off", "VLLM_KVFIX_RING_DIR": str(folder)})
         totals = machine.run(workloads, seed, totals, shrink=shrink)
         result["watched"] = watching.run()
+        result["rooted"] = rooted.run()
+        result["census"] = census.run(affected=known.affected)
         result["scenarios"] = scenarios.run() if known.affected else {}
         result["uncovered"] = [name for name in machine.required() if not totals.coverage[name]]
         result["failure"] = None
@@ -53,6 +60,12 @@ def examine(release: str, workloads: int, seed: int, *, shrink: bool = False) ->
         "coverage": dict(sorted(totals.coverage.items())),
         "upstream_errors": dict(totals.upstream_errors),
     }
+
+
+def read_the_source_once() -> None:
+    """Parse and search each text once: every `register()` does so anew; an engine calls it once, this process often."""
+    vars(upstream)["ast"] = SimpleNamespace(**vars(ast) | {"parse": functools.cache(ast.parse)})
+    vars(upstream)["_names"] = functools.cache(vars(upstream)["_names"])
 
 
 def replacements(environ: dict[str, str]) -> list[str]:

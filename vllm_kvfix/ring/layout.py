@@ -22,6 +22,10 @@ first page; the body follows it::
     15    120   locked          1: the writer holds a write lock on byte 0 of the file (fcntl) while it lives
     16-23 128   vLLM version    64 bytes of UTF-8, NUL-padded
     24-31 192   plugin version  64 bytes of UTF-8, NUL-padded
+    32    256   role            ROLES: what the process is for
+    33    264   end             ENDS: how the process said that it ends; one that is killed says nothing
+    34    272   end time        monotonic_ns when it said so
+    35-50 280   end reason      128 bytes of UTF-8, NUL-padded: the type of the exception that ended it
 
 The body is a ring: word ``p`` of all that was ever written lies at ``p % capacity``. It holds frames::
 
@@ -32,8 +36,9 @@ The body is a ring: word ``p`` of all that was ever written lies at ``p % capaci
     3     events in this frame << 32 | CRC-32 of the frame with this word's low half 0
     4...  payload
 
-*Who writes which byte when.* The writer fills words 1 to 31 of a new file, and word 0 last. After that it alone
-stores: ``claim``; then the frame, by slices; then ``events``, ``heartbeat``, ``clock offset``; then ``head``.
+*Who writes which byte when.* The writer fills words 1 to 33 of a new file, and word 0 last. After that it alone
+stores: ``claim``; then the frame, by slices; then ``events``, ``heartbeat``, ``clock offset``; then ``head``. When its
+process ends by itself, it stores once what is said of the end, word 33 last.
 Each header field is one aligned 8-byte store. A reader copies the body first and reads ``claim`` after it: what lies
 before ``claim - capacity`` may have been overwritten meanwhile. Position and checksum decide about the rest, since a
 machine may reorder stores. The lock goes with the writer's process, whichever PID namespace or user a reader is in.
@@ -72,11 +77,23 @@ DROPPED_WORD = 12
 PATCH_STATE_WORD = 13
 ENGINE_INDEX_WORD = 14
 LOCKED_WORD = 15
+ROLE_WORD = 32
+END_WORD = 33
+END_TIME_WORD = 34
 BOOT_ID_BYTES = slice(40, 56)
 VLLM_VERSION_BYTES = slice(128, 192)
 PLUGIN_VERSION_BYTES = slice(192, 256)
+END_REASON_BYTES = slice(280, 408)
 
 PATCH_STATES = ("unknown", "not affected", "applied", "refused", "off")
+
+# Unknown: the writer is of a release that does not say how it ends.
+# Stopping: a front end that ends in order, and has begun to end its engines, which it may do by a kill.
+ENDS = ("unknown", "running", "in order", "exception", "stopping")
+END_UNKNOWN, NOT_ENDED, ENDED_IN_ORDER, ENDED_BY_EXCEPTION, STOPPING = ENDS
+
+# Only an engine core's ring tells of requests.
+ENGINE_CORE, API_SERVER, WORKER = ROLES = ("engine core", "api server", "worker")
 
 
 def capacity(size: int) -> int:

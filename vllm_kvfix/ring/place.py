@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import secrets
 import tempfile
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from vllm_kvfix.ring import layout
 from vllm_kvfix.ring.reader import LARGEST_FILE, RingError, RingReader
 
 if TYPE_CHECKING:
@@ -18,12 +21,23 @@ if TYPE_CHECKING:
 
 FOLDER_VARIABLE = "VLLM_KVFIX_RING_DIR"
 SIZE_VARIABLE = "VLLM_KVFIX_RING_SIZE"
+MODE_VARIABLE = "VLLM_KVFIX_RING_MODE"
 SUFFIX = ".ring"
+# Beside a ring, how far a sidecar has told it.
+CURSOR_SUFFIX = ".cursor"
 DEFAULT_SIZE = 8 << 20
 SMALLEST_SIZE = 16 << 10
-# Rings of ended engines that stay for a post-mortem.
-KEPT = 4
+# Rings of ended processes that stay for a post-mortem, by role: of one engine there may be many workers.
+KEPT = {layout.ENGINE_CORE: 4, layout.API_SERVER: 4, layout.WORKER: 16}
+# And in all: the folder may be a tmpfs, whose bytes are memory of the pod. The newest one stays, however large.
+KEPT_BYTES = 64 << 20
+# Where a filesystem has no locks, a process that has said nothing for so long is gone: it speaks every second.
+SILENT_NS = 3600 * 10**9
 
+DEFAULT_MODE = 0o600
+# What a mode may add to that: that others read, never that they write.
+_READABLE = 0o044
+_MOST_CURSOR = 4096
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30}
 
 
@@ -61,6 +75,24 @@ def ring_size(environ: Mapping[str, str]) -> int:
     return size
 
 
+def ring_mode(environ: Mapping[str, str]) -> int:
+    """The permissions of a ring: ``VLLM_KVFIX_RING_MODE`` in octal, such as ``644``; unset: 600, this user alone.
+
+    Others than 600 are for a folder that only this user's own containers share, whose sidecar is another user.
+
+    Raises:
+        ValueError: It is none of 600, 604, 640 and 644.
+    """
+    text = environ.get(MODE_VARIABLE, "").strip()
+    try:
+        mode = int(text, 8) if text else DEFAULT_MODE
+    except ValueError:
+        mode = -1
+    if mode & ~_READABLE != DEFAULT_MODE:
+        raise ValueError(f"{MODE_VARIABLE}={text} is none of 600, 604, 640 and 644")
+    return mode
+
+
 def new_ring(folder: Path) -> Path:
     """A path for a new ring of this process in ``folder``, which is made if missing, for this user alone.
 
@@ -76,30 +108,74 @@ def new_ring(folder: Path) -> Path:
     return folder / f"{os.getpid()}-{secrets.token_hex(4)}{SUFFIX}"
 
 
-def clean_up(folder: Path, keep: int = KEPT) -> int:
-    """Remove the rings of ended engines from ``folder``, but for the ``keep`` newest; returns how many were removed.
+class _Ended(NamedTuple):
+    """The ring of an ended process; sorts as they are to stay: those that no sidecar has told, then the newest."""
+
+    untold: bool
+    unix_ns: int
+    path: Path
+    role: str
+    size: int
+
+
+def clean_up(folder: Path, keep: Mapping[str, int] = KEPT, keep_bytes: int = KEPT_BYTES) -> int:
+    """Remove the rings of ended processes from ``folder``; returns how many were removed.
+
+    Of each role as many stay as ``keep`` says, of all together ``keep_bytes``: the newest, and before those the ones
+    that a sidecar has begun to follow and not told to their end. A ring goes by its name alone: whoever has it open
+    reads on.
 
     Rings that this process may have made itself are left alone: to look at one would give up the lock on it.
     """
     others = (path for path in folder.glob(f"*{SUFFIX}") if not path.name.startswith(f"{os.getpid()}-"))
-    beats = ((_last_beat_of_ended(path), path) for path in others)
-    ended = sorted(((beat, path) for beat, path in beats if beat is not None), reverse=True)
-    removed = 0
-    for _, path in ended[keep:]:
+    ended = sorted((found for path in others if (found := _ended(path)) is not None), reverse=True)
+    removed = used = 0
+    counts = dict.fromkeys(layout.ROLES, 0)
+    for ring in sorted(ended, key=lambda ring: ring.role != layout.ENGINE_CORE):  # its ring tells most
+        counts[ring.role] += 1
+        if counts[ring.role] <= keep.get(ring.role, 0) and (not used or used + ring.size <= keep_bytes):
+            used += ring.size
+            continue
         with contextlib.suppress(OSError):  # another engine's clean-up was faster, or it is not ours to remove
-            path.unlink()
+            ring.path.unlink()
             removed += 1
+            cursor_of(ring.path).unlink()
     return removed
 
 
-def _last_beat_of_ended(path: Path) -> int | None:
-    """Unix time in ns of the last frame of a ring whose writer is gone; None of every other file."""
+def cursor_of(ring: Path) -> Path:
+    """Where the cursor of a ring lies."""
+    return ring.with_name(ring.name + CURSOR_SUFFIX)
+
+
+def _ended(path: Path) -> _Ended | None:
+    """A ring whose writer is gone; None of every other file."""
     try:
         reader = RingReader(path)
     except (OSError, RingError):
         return None
     try:
-        header = reader.header
-        return header.heartbeat_ns + header.clock_offset_ns if reader.writer_is_gone() else None
+        header, gone = reader.header, reader.writer_is_gone()
     finally:
         reader.close()
+    said = header.heartbeat_ns + header.clock_offset_ns
+    if gone or (gone is None and time.time_ns() - said > SILENT_NS):
+        return _Ended(_is_untold(path), said, path, header.role, reader.found.st_size)
+    return None
+
+
+def _is_untold(ring: Path) -> bool:
+    """Whether a sidecar has begun to tell a ring, and not come to its end."""
+    try:
+        return json.loads(_cursor_bytes(cursor_of(ring)))["ended"] is False
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False
+
+
+def _cursor_bytes(path: Path) -> bytes:
+    # Whatever lies there, an engine's start must not wait for it.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        return os.read(descriptor, _MOST_CURSOR)
+    finally:
+        os.close(descriptor)

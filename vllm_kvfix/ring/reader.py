@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
+import weakref
 from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -46,6 +47,10 @@ class Header:
     locked: bool
     vllm_version: str
     plugin_version: str
+    role: str = layout.ENGINE_CORE
+    end: str = layout.END_UNKNOWN
+    end_ns: int = 0
+    end_reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -79,11 +84,14 @@ class RingReader:
         self.path = path
         self._owners = owners
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        # Whoever forgets a reader loses no descriptor with it.
+        self._closing = weakref.finalize(self, os.close, self._descriptor)
+        self._closing.atexit = False
         try:
             self._check()
             self.header = self.read_header()
         except BaseException:
-            os.close(self._descriptor)
+            self.close()
             raise
         self.lost = 0
         self._next_event = 0
@@ -128,7 +136,7 @@ class RingReader:
             raise RingError(f"{self.path} was cut while it was read")
         words = array("Q", data)
         offset = words[layout.CLOCK_OFFSET_WORD]
-        state = words[layout.PATCH_STATE_WORD]
+        state, role, end = words[layout.PATCH_STATE_WORD], words[layout.ROLE_WORD], words[layout.END_WORD]
         return Header(
             capacity=self._capacity,
             pid=words[layout.PID_WORD],
@@ -145,6 +153,10 @@ class RingReader:
             locked=words[layout.LOCKED_WORD] == 1,
             vllm_version=_text(data[layout.VLLM_VERSION_BYTES]),
             plugin_version=_text(data[layout.PLUGIN_VERSION_BYTES]),
+            role=layout.ROLES[role] if role < len(layout.ROLES) else layout.ROLES[0],
+            end=layout.ENDS[end] if end < len(layout.ENDS) else layout.END_UNKNOWN,
+            end_ns=words[layout.END_TIME_WORD],
+            end_reason=_text(data[layout.END_REASON_BYTES]),
         )
 
     def poll(self) -> Iterator[Frame]:
@@ -230,8 +242,8 @@ class RingReader:
         return True
 
     def close(self) -> None:
-        """Close the file."""
-        os.close(self._descriptor)
+        """Close the file; a second time does nothing."""
+        self._closing()
 
 
 def _text(data: bytes) -> str:

@@ -26,7 +26,8 @@ class Origin:
     """Who writes, for the header.
 
     ``start_time`` of the process in clock ticks since boot, ``boot_id`` of 16 bytes: with the pid they name a process
-    for good. ``engine_index`` is the data-parallel rank. Versions longer than 64 bytes are cut.
+    for good. ``engine_index`` is the data-parallel rank. Versions longer than 64 bytes are cut. ``role`` is one of
+    ``layout.ROLES``.
     """
 
     start_time: int
@@ -34,6 +35,7 @@ class Origin:
     engine_index: int = 0
     vllm_version: str = ""
     plugin_version: str = ""
+    role: str = layout.ENGINE_CORE
 
 
 class RingWriter:
@@ -42,13 +44,14 @@ class RingWriter:
     The file's blocks are allocated up front: storing to a page that a full disk cannot back would kill the process.
     """
 
-    def __init__(self, path: Path, capacity: int, origin: Origin) -> None:
-        """Make the file ``path``, mode 0600; it must not exist.
+    def __init__(self, path: Path, capacity: int, origin: Origin, mode: int = 0o600) -> None:
+        """Make the file ``path``; it must not exist.
 
         Args:
             path: Where to; its folder must exist.
             capacity: Words of 8 bytes in the body.
             origin: What the header says of the writer.
+            mode: Its permissions, whatever the umask.
 
         Raises:
             OSError: The file exists, the folder is missing or read-only, the disk is full, mmap is not to be had.
@@ -56,6 +59,7 @@ class RingWriter:
         size = layout.HEADER_BYTES + capacity * layout.WORD
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
+            os.fchmod(descriptor, mode)
             os.posix_fallocate(descriptor, 0, size)
             self._map = mmap.mmap(descriptor, size)
         except OSError:
@@ -67,6 +71,7 @@ class RingWriter:
         self._descriptor = descriptor
         locked = _lock(descriptor)
         self.path = path
+        self.size = size
         self.capacity = capacity
         self.dropped = 0
         self._head = 0
@@ -93,6 +98,8 @@ class RingWriter:
         header[layout.START_TIME_WORD] = origin.start_time
         header[layout.ENGINE_INDEX_WORD] = origin.engine_index
         header[layout.LOCKED_WORD] = int(locked)
+        header[layout.ROLE_WORD] = layout.ROLES.index(origin.role)
+        header[layout.END_WORD] = layout.ENDS.index(layout.NOT_ENDED)
         self._beat()
         header[layout.MAGIC_WORD] = layout.MAGIC
 
@@ -139,8 +146,19 @@ class RingWriter:
         self.dropped += events
         self._header[layout.DROPPED_WORD] = self.dropped
 
+    def end(self, how: str, reason: str = "") -> None:
+        """Say how the process ends, one of ``layout.ENDS``; what is said first stands."""
+        if self._header[layout.END_WORD] != layout.ENDS.index(layout.NOT_ENDED):
+            return
+        field = layout.END_REASON_BYTES
+        room = field.stop - field.start
+        self._map[field] = reason.encode(errors="replace")[:room].ljust(room, b"\0")
+        self._header[layout.END_TIME_WORD] = time.monotonic_ns()
+        self._header[layout.END_WORD] = layout.ENDS.index(how)
+
     def close(self) -> None:
-        """Let go of the mapping; the file stays, for a reader or a post-mortem."""
+        """Let go of the mapping, in order; the file stays, for a reader or a post-mortem."""
+        self.end(layout.ENDED_IN_ORDER)
         self._header.release()
         self._body.release()
         with contextlib.suppress(BufferError):
