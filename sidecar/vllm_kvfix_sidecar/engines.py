@@ -9,6 +9,7 @@ import os
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
+from vllm_kvfix.ring.layout import ENGINE_CORE
 from vllm_kvfix.ring.place import SUFFIX
 from vllm_kvfix.ring.reader import RingError, RingReader
 from vllm_kvfix_sidecar import cursors
@@ -123,11 +124,15 @@ class Engine:
             return LIVE
         return ENDED if gone else UNKNOWN
 
-    def save(self, cursor: Cursor) -> None:
-        """Remember beside the ring how far it was told; what cannot be written is said once."""
+    def let_go(self) -> bool:
+        """Whether a process that held the lock does so no longer."""
+        return self.state == LIVE and self._reader.writer_is_gone() is True
+
+    def save(self, cursor: Cursor, seen: object = None) -> None:
+        """Remember beside the ring how far it was told, and what was ``seen`` of the end; a failure is said once."""
         try:
             if self.linked:
-                cursors.write(self.path, self.header, cursor)
+                cursors.write(self.path, self.header, cursor, seen)
         except OSError as error:
             if not self._said_unwritable:
                 _log.warning(
@@ -147,7 +152,15 @@ class Engine:
 class Engines:
     """The engines of some folders. All that is kept is bounded by ``most``, or by the ``MOST_NAMES`` of each folder."""
 
-    def __init__(self, folders: Sequence[Path], proc: Path, most: int = MOST_ENGINES, euid: int | None = None) -> None:
+    def __init__(
+        self,
+        folders: Sequence[Path],
+        proc: Path,
+        most: int = MOST_ENGINES,
+        euid: int | None = None,
+        *,
+        read_only: bool = False,
+    ) -> None:
         """Look at nothing yet.
 
         Args:
@@ -155,12 +168,14 @@ class Engines:
             proc: Where a process table is mounted.
             most: Rings followed at a time.
             euid: Whose rings are read, root everybody's; None: this process's user.
+            read_only: Remove no cursors whose rings are gone.
         """
         user = os.geteuid() if euid is None else euid
         self.folders_readable = False
         self._folders = folders
         self._proc = proc
         self._most = most
+        self._read_only = read_only
         self._owners: Collection[int] | None = None if user == 0 else (user,)
         self._boot_id = boot_id_of(proc)
         self._engines: dict[FileId, Engine] = {}
@@ -191,6 +206,12 @@ class Engines:
             elif not engine.linked:
                 del self._engines[engine.file]
 
+    def look(self) -> None:
+        """See who has ended since the last scan, by the locks alone: that takes a microsecond each."""
+        for engine in self.all:
+            if not engine.closed and engine.let_go():
+                engine.look(self._proc, self._boot_id)
+
     def _scan_folder(self, folder: Path, seen: dict[Path, FileId | None], now: float) -> bool:
         try:
             names = _names(folder)
@@ -204,7 +225,7 @@ class Engines:
         for name in names:
             if name.endswith(SUFFIX):
                 seen[folder / name] = self._look_at(folder / name, now)
-            elif name.removesuffix(cursors.SUFFIX) not in names:
+            elif name.removesuffix(cursors.SUFFIX) not in names and not self._read_only:
                 cursors.remove(folder / name)
         return True
 
@@ -263,7 +284,9 @@ class Engines:
             engine.close()
             return
         engine.told = False
-        _log.info("follow engine %d of process %d: %s", engine.engine_index, engine.pid, engine.path)
+        role = engine.header.role
+        what = f"engine {engine.engine_index}" if role == ENGINE_CORE else role
+        _log.info("follow %s of process %d: %s", what, engine.pid, engine.path)
 
     def give_up(self, engine: Engine, reason: str, now: float) -> None:
         """Follow a ring that cannot be read no longer, but try again later."""

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends spans: the SDK's own batches and exporters, under an account in which no span is missing.
-
-Exporters are made without arguments, so that endpoints, headers, certificates and time limits are what the
-environment says and nothing else.
-"""
+"""Sends spans: the SDK's own batches and exporters, under an account in which no span is missing."""
 
 from __future__ import annotations
 
@@ -16,16 +12,19 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExport
 
 from vllm_kvfix_sidecar import conventions
 from vllm_kvfix_sidecar.deadline import within
-from vllm_kvfix_sidecar.telemetry_settings import CONSOLE, GRPC, SettingError
+from vllm_kvfix_sidecar.exporters import make
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+    from typing import TypeVar
 
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.sdk.trace.sampling import Sampler
 
     from vllm_kvfix_sidecar.metrics import SpanCounts
     from vllm_kvfix_sidecar.telemetry_settings import Signal, Telemetry
+
+    T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -61,65 +60,93 @@ def span_exporters(signal: Signal) -> list[SpanExporter]:
     Raises:
         SettingError: The environment has what an exporter cannot use.
     """
-    try:
-        return [_span_exporter(kind, signal.protocol) for kind in signal.exporters]
-    except (OSError, ValueError, RuntimeError) as error:
-        raise SettingError(f"the exporter of spans cannot use its OTEL_EXPORTER_OTLP_* variables: {error}") from error
+    return make(signal, "spans", ("trace_exporter", "OTLPSpanExporter"), ConsoleSpanExporter)
 
 
-def _span_exporter(kind: str, protocol: str) -> SpanExporter:
-    # Each protocol brings some 10 MiB of modules: only the one that is used is imported.
-    if kind == CONSOLE:
-        return ConsoleSpanExporter()
-    if protocol == GRPC:
-        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as Grpc  # noqa: PLC0415  # ^
+class Accounts:
+    """The account of a queue of at most ``most`` spans, or events, before exporters of the SDK.
 
-        return Grpc()
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as Http  # noqa: PLC0415  # ^
+    ``emitted = exported + failed + dropped + pending`` at any time. A batch counts as exported if every exporter
+    took it. ``what`` names the pieces in the log.
+    """
 
-    return Http()
+    def __init__(self, counts: SpanCounts, most: int, what: str) -> None:
+        self._counts = counts
+        self._most = most
+        self._what = what
+        self._queued = 0
+        self._closed = False
+
+    def enter(self, *, fit: bool = True) -> bool:
+        """Count one more; whether it may go into the processor's queue: that is not full, and the account open."""
+        counts = self._counts
+        with counts.lock:
+            counts.emitted += 1
+            if self._closed or not fit or self._queued >= self._most:
+                counts.dropped += 1
+                return False
+            self._queued += 1
+        return True
+
+    def hand_on(self, batch: Sequence[T], exports: Sequence[Callable[[Sequence[T]], bool]]) -> bool:
+        """Give a batch to all exporters, count what became of it; never raises: one bad batch stops nothing."""
+        with self._counts.lock:
+            self._queued -= len(batch)
+        results = [self._export(export, batch) for export in exports]  # each gets it, whatever the others say
+        done = all(results)
+        with self._counts.lock:
+            if self._closed:  # they have been counted as dropped already
+                return done
+            if done:
+                self._counts.exported += len(batch)
+            else:
+                self._counts.failed += len(batch)
+        return done
+
+    def _export(self, export: Callable[[Sequence[T]], bool], batch: Sequence[T]) -> bool:
+        try:
+            return export(batch)
+        except Exception:  # noqa: BLE001  # an exporter of any make, in the thread that all batches go through
+            _log.exception("the exporter of %s failed", self._what)
+            return False
+
+    def close(self, timeout_s: float, flush: Callable[[], object]) -> bool:
+        """Export what is queued, for so long at most; what is left is dropped. Whether all was settled in time."""
+        done = within(timeout_s, flush, f"flush of {self._what}")
+        with self._counts.lock:
+            self._closed = True
+            self._counts.dropped += self._counts.pending
+        return done
 
 
 class _Counting(SpanExporter):
-    """Hands batches on and says of each what became of it; never raises, so that one bad batch stops nothing."""
+    """Hands batches on and has it counted what became of each."""
 
-    def __init__(self, exporters: Sequence[SpanExporter], sink: BatchSink) -> None:
+    def __init__(self, exporters: Sequence[SpanExporter], accounts: Accounts) -> None:
         self._exporters = exporters
-        self._sink = sink
+        self._exports = [_span_export(exporter) for exporter in exporters]
+        self._accounts = accounts
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        self._sink.taken(len(spans))
-        results = [self._export(exporter, spans) for exporter in self._exporters]
-        done = all(result is SpanExportResult.SUCCESS for result in results)
-        self._sink.settled(len(spans), exported=done)
+        done = self._accounts.hand_on(spans, self._exports)
         return SpanExportResult.SUCCESS if done else SpanExportResult.FAILURE
-
-    def _export(self, exporter: SpanExporter, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        try:
-            return exporter.export(spans)
-        except Exception:  # noqa: BLE001  # an exporter of any make, in the thread that all batches go through
-            _log.exception("the exporter of spans failed")
-            return SpanExportResult.FAILURE
 
     def shutdown(self) -> None:
         for exporter in self._exporters:
             exporter.shutdown()
 
 
-class BatchSink:
-    """Queues spans for the exporters; never waits, holds at most ``queue`` spans and one batch.
+def _span_export(exporter: SpanExporter) -> Callable[[Sequence[ReadableSpan]], bool]:
+    return lambda spans: exporter.export(spans) is SpanExportResult.SUCCESS
 
-    ``emitted = exported + failed + dropped + pending`` at any time. A batch counts as exported if every exporter
-    took it.
-    """
+
+class BatchSink:
+    """Queues spans for the exporters under an account; never waits, holds at most ``queue`` spans and one batch."""
 
     def __init__(self, exporters: Sequence[SpanExporter], counts: SpanCounts, telemetry: Telemetry) -> None:
-        self._counts = counts
-        self._most = telemetry.queue
-        self._queued = 0
-        self._closed = False
+        self._accounts = Accounts(counts, telemetry.queue, "spans")
         self._processor = BatchSpanProcessor(
-            _Counting(exporters, self),
+            _Counting(exporters, self._accounts),
             max_queue_size=telemetry.queue,
             max_export_batch_size=telemetry.batch,
             schedule_delay_millis=telemetry.batch_delay_ms,
@@ -127,37 +154,18 @@ class BatchSink:
 
     def emit(self, span: ReadableSpan) -> bool:
         """Queue a span; False where the queue is full, the sink is closed, or the span is not sampled."""
-        counts, context = self._counts, span.get_span_context()
+        context = span.get_span_context()
         # The processor would pass over an unsampled span without a word, and drop its oldest when it is full.
         sampled = context is not None and context.trace_flags.sampled
-        with counts.lock:
-            counts.emitted += 1
-            if self._closed or not sampled or self._queued >= self._most:
-                counts.dropped += 1
-                return False
-            self._queued += 1
+        if not self._accounts.enter(fit=sampled):
+            return False
         self._processor.on_end(span)
         return True
 
-    def taken(self, spans: int) -> None:
-        """The processor has taken so many from its queue."""
-        with self._counts.lock:
-            self._queued -= spans
-
-    def settled(self, spans: int, *, exported: bool) -> None:
-        """So many were exported, or were not; after the end, they have been counted as dropped already."""
-        with self._counts.lock:
-            if self._closed:
-                return
-            if exported:
-                self._counts.exported += spans
-            else:
-                self._counts.failed += spans
+    def flush(self) -> None:
+        """Export what is queued, and wait for that: never to be called by who may not be held up."""
+        self._processor.force_flush()
 
     def close(self, timeout_s: float) -> bool:
         """Export what is queued, for so long at most; what is left is dropped. Whether all was settled in time."""
-        done = within(timeout_s, self._processor.shutdown, "flush of spans")
-        with self._counts.lock:
-            self._closed = True
-            self._counts.dropped += self._counts.pending
-        return done
+        return self._accounts.close(timeout_s, self._processor.shutdown)

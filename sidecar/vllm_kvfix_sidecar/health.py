@@ -10,17 +10,23 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
+    from vllm_kvfix.ring.reader import Header
     from vllm_kvfix_sidecar.metrics import EngineKey, Metrics
 
 STALE_S = 10.0
 
 
 class FollowedEngine(Protocol):
-    """What is asked of an engine."""
+    """What is asked of an engine, or of another process that has a ring."""
 
     key: EngineKey
     vllm_version: str
     state: str
+    lost: int
+
+    @property
+    def header(self) -> Header:
+        """What its ring says of itself."""
 
 
 class Follower(Protocol):
@@ -36,6 +42,10 @@ class Follower(Protocol):
     @property
     def engines(self) -> Sequence[FollowedEngine]:
         """The engines that are followed."""
+
+    @property
+    def processes(self) -> Sequence[FollowedEngine]:
+        """The other processes whose rings are followed."""
 
     @property
     def refused(self) -> Mapping[Path, str]:
@@ -77,11 +87,16 @@ class Health:
         status = "ok" if good else "no ring folder is readable yet" if not readable else "not looked yet"
         return Answer(good, {"status": status, **self.summary()})
 
+    def notes(self) -> tuple[str, ...]:
+        """Sentences about what is shown elsewhere, as far as it may not be what it seems."""
+        return () if self.alive().good else ("The sidecar is stuck, so this may be old: restart it.",)
+
     def summary(self) -> dict[str, object]:
         """The folders, the engines, and the files that were refused; nothing that grows without bound."""
         return {
             "folders": [str(folder) for folder in self._folders],
             "engines": [self._engine(engine) for engine in self._follower.engines],
+            "processes": [_process(process) for process in self._follower.processes],
             "refused": {str(path): reason for path, reason in list(self._follower.refused.items())},
         }
 
@@ -109,3 +124,15 @@ class Health:
             told["steps"] = step.steps
             told["backlog"] = list(step.backlog)
         return told
+
+
+def _process(process: FollowedEngine) -> dict[str, object]:
+    header = process.header
+    return {
+        "pid": process.key.pid,
+        "role": header.role,
+        "ring": process.key.ring,
+        "state": process.state,
+        "vllm_version": process.vllm_version,
+        "events": {"published": header.events, "dropped": header.dropped, "lost": process.lost},
+    }

@@ -70,8 +70,9 @@ class Histogram:
 
 
 class SpanCounts:
-    """What became of spans. ``emitted`` is always exported + failed + dropped + pending; ``unsampled`` is apart.
+    """What became of spans, or of events.
 
+    ``emitted`` is always exported + failed + dropped + pending; ``unsampled`` is apart.
     ``lock`` guards every change, so that they add up for whoever holds it.
     """
 
@@ -171,6 +172,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.spans = SpanCounts()
+        self.events = SpanCounts()
         self.exports = ExportCounts()
         self.refused_files = 0
         self._engines: dict[EngineKey, EngineMetrics] = {}

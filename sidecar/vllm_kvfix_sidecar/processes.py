@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells from a process table whether a process runs: that very one, not another with its pid."""
+"""Tells from a process table whether a process runs, that very one, and what else it says of the machine."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+# The kernel's inode of the first PID namespace, which is the host's (PROC_PID_INIT_INO).
+_HOST_PIDS = 0xEFFFFFFC
 
 
 def process_runs(proc: Path, pid: int, start_time: int) -> bool:
@@ -25,3 +28,11 @@ def boot_id_of(proc: Path) -> bytes | None:
     with contextlib.suppress(OSError, ValueError):
         return bytes.fromhex((proc / "sys/kernel/random/boot_id").read_text().strip().replace("-", ""))
     return None
+
+
+def sees_host_pids(proc: Path) -> bool:
+    """Whether this process counts pids as the host does, and so as the driver of a GPU does."""
+    try:
+        return (proc / "self/ns/pid").stat().st_ino == _HOST_PIDS
+    except OSError:
+        return False

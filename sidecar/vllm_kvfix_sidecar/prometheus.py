@@ -11,7 +11,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector, CollectorRegistry
 from prometheus_client.samples import Exemplar
 
-from vllm_kvfix_sidecar.conventions import Kind
+from vllm_kvfix_sidecar.conventions import Kind, label_name
 from vllm_kvfix_sidecar.readings import HistogramValue
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Exposition(Collector):
 
     def __init__(self, reader: Reader, target: Mapping[str, object], *, exemplars: bool) -> None:
         self._reader = reader
-        self._target = {_label(name): str(value) for name, value in target.items()}
+        self._target = {label_name(name): str(value) for name, value in target.items()}
         self._exemplars = exemplars
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
@@ -57,7 +57,7 @@ class Exposition(Collector):
     def _family(self, metric: Metric, points: list[Point]) -> Family:
         # Labels may differ from point to point (a ring's name is told only where it must be), so each is whole.
         names = tuple(dict.fromkeys(name for point in points for name in point.attributes))
-        labels = [_label(name) for name in names]
+        labels = [label_name(name) for name in names]
         family: CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
         if metric.kind is Kind.HISTOGRAM:
             family = HistogramMetricFamily(metric.prometheus, metric.description, labels=labels)
@@ -86,7 +86,3 @@ class Exposition(Collector):
             else:
                 buckets.append((text, float(total)))
         return buckets
-
-
-def _label(name: str) -> str:
-    return "".join(char if char.isascii() and char.isalnum() else "_" for char in name)

@@ -33,8 +33,8 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from vllm_kvfix_sidecar import conventions
 from vllm_kvfix_sidecar.conventions import Kind
 from vllm_kvfix_sidecar.deadline import within
+from vllm_kvfix_sidecar.exporters import make
 from vllm_kvfix_sidecar.readings import HistogramValue
-from vllm_kvfix_sidecar.telemetry_settings import CONSOLE, GRPC, SettingError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -56,23 +56,7 @@ def metric_exporters(signal: Signal) -> list[MetricExporter]:
     Raises:
         SettingError: The environment has what an exporter cannot use.
     """
-    try:
-        return [_exporter(kind, signal.protocol) for kind in signal.exporters]
-    except (OSError, ValueError, RuntimeError) as error:
-        raise SettingError(f"the exporter of metrics cannot use its OTEL_EXPORTER_OTLP_* variables: {error}") from error
-
-
-def _exporter(kind: str, protocol: str) -> MetricExporter:
-    # As for spans: only the protocol that is used is imported.
-    if kind == CONSOLE:
-        return ConsoleMetricExporter()
-    if protocol == GRPC:
-        from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter as Grpc  # noqa: PLC0415  # ^
-
-        return Grpc()
-    from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter as Http  # noqa: PLC0415  # ^
-
-    return Http()
+    return make(signal, "metrics", ("metric_exporter", "OTLPMetricExporter"), ConsoleMetricExporter)
 
 
 class _Before(NamedTuple):

@@ -6,8 +6,9 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+import psutil
 
 from vllm_kvfix.ring.layout import PATCH_STATES
 from vllm_kvfix_sidecar import conventions
@@ -22,12 +23,13 @@ from vllm_kvfix_sidecar.conventions import (
 from vllm_kvfix_sidecar.metrics import LARGEST
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from vllm_kvfix.events import Step
     from vllm_kvfix_sidecar.metrics import EngineMetrics, Exemplar, Histogram, Metrics
 
 Attributes: TypeAlias = "dict[str, str | int]"
+SIDECAR = "sidecar"
 ENGINE_STATES = ("live", "ended", "unknown")
 
 
@@ -61,33 +63,38 @@ class Point:
 
 
 class Cost(NamedTuple):
-    """What a process has cost: CPU seconds in both modes, resident bytes."""
+    """What a process has cost: CPU seconds in both modes, resident bytes; None: they cannot be read."""
 
     user_s: float
     system_s: float
-    resident: int
+    resident: int | None
 
 
-def own_cost(proc: Path = Path("/proc")) -> Cost:
-    """What this process has cost; resident memory is 0 where ``proc`` does not tell."""
+def own_cost(process: psutil.Process | None = None) -> Cost:
+    """What a process, this one if None, has cost."""
     times = os.times()
     try:
-        pages = int((proc / "self/statm").read_text().split()[1])
-    except (OSError, ValueError, IndexError):
-        pages = 0  # shown as 0, which no process has
-    return Cost(times.user, times.system, pages * os.sysconf("SC_PAGE_SIZE"))
+        resident = (process or psutil.Process()).memory_info().rss
+    except (psutil.Error, OSError):
+        return Cost(times.user, times.system, None)
+    return Cost(times.user, times.system, resident)
 
 
 class Reader:
-    """Reads everything there is to show; ``monotonic_ns`` is the clock of the engines' heartbeats."""
+    """Reads everything there is to show.
+
+    ``monotonic_ns`` is the clock of the engines' heartbeats; ``more`` gives further points, those of processes.
+    """
 
     def __init__(
         self,
         metrics: Metrics,
         cost: Callable[[], Cost] = own_cost,
         monotonic_ns: Callable[[], int] = time.monotonic_ns,
+        more: Callable[[], Iterable[Point]] = tuple,
     ) -> None:
         self._metrics = metrics
+        self._more = more
         self._cost = cost
         self._monotonic_ns = monotonic_ns
 
@@ -97,6 +104,8 @@ class Reader:
         for engine, attributes in self._metrics.shown():
             for point in self._of_engine(engine, attributes):
                 found[point.metric].append(_clamped(point))
+        for point in self._more():
+            found[point.metric].append(_clamped(point))
         for point in self._of_sidecar():
             found[point.metric].append(point)
         return found
@@ -131,6 +140,10 @@ class Reader:
         for outcome, count in outcomes.items():
             yield Point(conventions.SPANS, {ATTR_OUTCOME: outcome}, count)
         yield Point(conventions.SPANS_PENDING, {}, pending)
+        with metrics.events.lock:
+            outcomes = {name: getattr(metrics.events, name) for name in ("exported", "failed", "dropped")}
+        for outcome, count in outcomes.items():
+            yield Point(conventions.GROWTH_EVENT_EXPORTS, {ATTR_OUTCOME: outcome}, count)
         yield Point(conventions.METRIC_EXPORTS, {ATTR_OUTCOME: "exported"}, metrics.exports.exported)
         yield Point(conventions.METRIC_EXPORTS, {ATTR_OUTCOME: "failed"}, metrics.exports.failed)
         states = [engine.state for engine in metrics.engines()]
@@ -138,9 +151,19 @@ class Reader:
             yield Point(conventions.ENGINES, {ATTR_STATE: state}, states.count(state))
         yield Point(conventions.FILES_REFUSED, {}, metrics.refused_files)
         cost = self._cost()
-        yield Point(conventions.CPU_TIME, {ATTR_CPU_MODE: "user"}, cost.user_s)
-        yield Point(conventions.CPU_TIME, {ATTR_CPU_MODE: "system"}, cost.system_s)
-        yield Point(conventions.MEMORY_USAGE, {}, cost.resident)
+        yield Point(conventions.CPU_TIME, ourselves() | {ATTR_CPU_MODE: "user"}, cost.user_s)
+        yield Point(conventions.CPU_TIME, ourselves() | {ATTR_CPU_MODE: "system"}, cost.system_s)
+        if cost.resident is not None:
+            yield Point(conventions.PROCESS_MEMORY, ourselves(), cost.resident)
+
+
+def ourselves() -> Attributes:
+    """The attributes of the sidecar as a process."""
+    return {
+        conventions.ATTR_PID: os.getpid(),
+        conventions.ATTR_ROLE: SIDECAR,
+        conventions.ATTR_PROCESS_NAME: conventions.SERVICE_NAME,
+    }
 
 
 def _clamped(point: Point) -> Point:

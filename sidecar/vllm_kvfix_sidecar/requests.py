@@ -10,11 +10,13 @@ two, again and again: blocks stay exact, times grow coarser. What cannot be merg
 from __future__ import annotations
 
 from hashlib import sha256
+from heapq import nlargest
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_kvfix import events
 from vllm_kvfix.events import Admitted, Allocated, Arrived, Blocks, Finished, Freed, Preempted, Refused
+from vllm_kvfix_sidecar.copying import copied
 from vllm_kvfix_sidecar.details import Detail, merged, unfinished
 
 if TYPE_CHECKING:
@@ -70,6 +72,25 @@ class RequestRecord(NamedTuple):
     took_blocks: bool
 
 
+class Holder(NamedTuple):
+    """A request that is not over, and what it holds; times in ns of the engine's monotonic clock, 0: not known.
+
+    ``state``: ``waiting`` (it never ran), ``running``, ``preempted``, or ``finished`` where only its blocks are left.
+    ``request_id`` and ``trace_id`` are None where its arrival was not seen. ``blocks`` and ``peak`` are those that it
+    got: more than it holds where a sliding window gave some back.
+    """
+
+    request_id: str | None
+    trace_id: int | None
+    span_id: int
+    state: str
+    blocks: int
+    peak: int
+    arrival: int
+    admission: int
+    preemptions: int
+
+
 class SpanIds:
     """Ids of trace and span of each request of one ring: the same for whoever reads that ring, and whenever.
 
@@ -91,7 +112,7 @@ class SpanIds:
 class _Live:
     """What is known of a request that is not over."""
 
-    __slots__ = ("arrived", "details", "dropped", "finished", "heard", "takers", "took")
+    __slots__ = ("arrived", "blocks", "details", "dropped", "finished", "heard", "peak", "takers", "took")
 
     def __init__(self, heard: int) -> None:
         self.arrived: Arrived | None = None
@@ -101,6 +122,8 @@ class _Live:
         self.takers: list[Taker] = []
         self.took = False
         self.heard = heard
+        self.blocks = 0
+        self.peak = 0
 
 
 class RequestTracker:
@@ -110,7 +133,10 @@ class RequestTracker:
     nothing can be told: too many lived, or the ring lost what became of them.
     """
 
-    def __init__(self, ids: SpanIds, most_live: int = MOST_LIVE) -> None:
+    def __init__(
+        self, ids: SpanIds, most_live: int = MOST_LIVE, of_process: Callable[[Any], None] = lambda _: None
+    ) -> None:
+        """``of_process`` is called with each event that tells of the process, not of its requests."""
         self.config: events.Config | None = None
         self.step: events.Step | None = None
         self.malformed = 0
@@ -125,18 +151,45 @@ class RequestTracker:
             events.Config: self._configured,
             events.Step: self._stepped,
             Arrived: self._arrived,
-            Admitted: self._detail,
-            Allocated: self._detail,
-            Refused: self._detail,
+            Admitted: self._got,
+            Allocated: self._got,
+            Refused: self._refused,
             Preempted: self._preempted,
             Finished: self._finished,
             Freed: self._freed,
+            **dict.fromkeys((events.Figures, events.Unread, events.Census, events.Container), of_process),
         }
 
     @property
     def live(self) -> int:
         """Requests that are not over."""
         return len(self._live)
+
+    def holders(self, most: int) -> list[Holder]:
+        """The requests that hold most blocks now, most first; any thread may ask."""
+        # Of one that was not heard of since a gap nobody knows whether it is over.
+        live = [(number, live) for number, live in copied(self._live.items) if live.heard == self._gaps]
+        return [self._holder(*found) for found in nlargest(most, live, key=lambda found: found[1].blocks)]
+
+    def _holder(self, number: int, live: _Live) -> Holder:
+        details, arrived, finished = tuple(live.details), live.arrived, live.finished
+        identity = arrived.identity if arrived else finished.identity if finished else None
+        trace_id, span_id = self._ids.of(number, identity.context if identity else None)
+        admission = next((detail.time for detail in details if isinstance(detail, Admitted)), 0)
+        moves = [detail for detail in details if isinstance(detail, Admitted | Preempted)]
+        preempted = bool(moves) and isinstance(moves[-1], Preempted)
+        state = "finished" if finished else "preempted" if preempted else "running" if live.blocks else "waiting"
+        return Holder(
+            identity.request_id if identity else None,
+            trace_id if identity else None,
+            span_id,
+            state,
+            live.blocks,
+            live.peak,
+            arrived.time if arrived else finished.arrival if finished else 0,
+            admission,
+            sum(isinstance(detail, Preempted) for detail in moves),
+        )
 
     def consume(self, payload: Sequence[int]) -> list[RequestRecord]:
         """Take the events of a frame; the records of the requests that are over now."""
@@ -197,7 +250,15 @@ class RequestTracker:
     def _arrived(self, event: Arrived) -> None:
         self._of(event.number).arrived = event
 
-    def _detail(self, event: Detail) -> None:
+    def _got(self, event: Admitted | Allocated) -> None:
+        live = self._detail(event)
+        live.blocks += sum(map(sum, event.groups)) if isinstance(event, Admitted) else sum(event.groups)
+        live.peak = max(live.peak, live.blocks)
+
+    def _refused(self, event: Refused) -> None:
+        self._detail(event)
+
+    def _detail(self, event: Detail) -> _Live:
         live = self._of(event.number)
         if len(live.details) >= MOST_DETAILS:
             before = len(live.details)
@@ -205,12 +266,13 @@ class RequestTracker:
             self._details -= before - len(live.details)
         if len(live.details) >= MOST_DETAILS or self._details >= MOST_DETAILS_IN_ALL:
             live.dropped += 1
-            return
+            return live
         live.details.append(event)
         self._details += 1
+        return live
 
     def _preempted(self, event: Preempted) -> None:
-        self._detail(event)
+        self._detail(event).blocks = 0
         if not event.taker:
             return
         taker = self._of(event.taker)

@@ -94,6 +94,12 @@ class SpanMaker:
         self.accepted = 0
         self.unsampled = 0
 
+    def hand_on(self, span: ReadableSpan) -> bool:
+        """Give a span to the sink; whether that took it."""
+        taken = self.sink is not None and self.sink.emit(span)
+        self.accepted += taken
+        return taken
+
     def engine(self, pid: int, index: int, vllm_version: str) -> EngineSpans:
         """The maker of one engine's spans."""
         attributes: dict[str, AttributeValue] = {
@@ -132,10 +138,7 @@ class EngineSpans:
             maker.unsampled += 1
             return None
         span = self._span(record, parent, clock_offset_ns, reason, result)
-        if not maker.sink.emit(span):
-            return None
-        maker.accepted += 1
-        return span.get_span_context()
+        return span.get_span_context() if maker.hand_on(span) else None
 
     def _span(
         self,

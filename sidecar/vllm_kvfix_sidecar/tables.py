@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm_kvfix_sidecar import conventions
-from vllm_kvfix_sidecar.conventions import Kind
 
 if TYPE_CHECKING:
     from vllm_kvfix_sidecar.conventions import Metric, Name
@@ -26,10 +25,21 @@ def _names(title: str, names: tuple[Name, ...]) -> str:
 
 
 def _metric_row(metric: Metric) -> tuple[str, ...]:
-    total = "_total" if metric.kind is Kind.COUNTER else ""
-    own = tuple(name for name in metric.attributes if name not in conventions.ENGINE_ATTRIBUTES)
-    name = f"`{metric.name}`<br>`{metric.prometheus}{total}`"
-    return name, metric.kind.value, f"`{metric.unit}`", _code(own), metric.description
+    name = f"`{metric.name}`<br>`{metric.series}`"
+    return name, metric.kind.value, f"`{metric.unit}`", _attributes(metric), metric.description
+
+
+def _usual() -> dict[str, tuple[Name, ...]]:
+    """What many metrics have, and the words that stand for it in the table."""
+    return {"an engine's": conventions.ENGINE_ATTRIBUTES, "a process's": conventions.PROCESS_ATTRIBUTES}
+
+
+def _attributes(metric: Metric) -> str:
+    usual = _usual()
+    of = next((words for words, names in usual.items() if metric.attributes[: len(names)] == names), "")
+    own = metric.attributes[len(usual.get(of, ())) :]
+    optional = tuple(f"{_code((name,))} (if known)" for name in metric.optional)
+    return ", ".join(part for part in (of, _code(own), *optional) if part)
 
 
 def markdown_table() -> str:
@@ -37,12 +47,24 @@ def markdown_table() -> str:
     header = ("metric, and its name in Prometheus", "kind", "unit", "attributes", "meaning")
     return "\n".join(
         (
-            f"Metrics of an engine have {_code(conventions.ENGINE_ATTRIBUTES)} besides.\n",
+            "; ".join(f"{words}: {_code(names)}" for words, names in _usual().items()) + ".\n",
             _rows(header, [_metric_row(metric) for metric in conventions.METRICS]),
+            _names("attribute of a metric", conventions.METRIC_ATTRIBUTES),
             _names(f"attribute of the span `{conventions.SPAN_NAME}`", conventions.SPAN_ATTRIBUTES),
             _names("attribute of its resource", conventions.RESOURCE_ATTRIBUTES),
             _names("event", conventions.EVENTS),
             _names("attribute of an event", conventions.EVENT_ATTRIBUTES),
             _names(f"`{conventions.LINK_KIND}` of a link", conventions.LINKS),
+            _names(
+                f"attribute of the span `{conventions.GROWTH_SPAN_NAME}` and of its events",
+                conventions.GROWTH_ATTRIBUTES,
+            ),
+            _names("attribute of their resource", conventions.GROWTH_RESOURCE_ATTRIBUTES),
+            _names("event, as a log record and in the span", conventions.GROWTH_EVENTS),
+            _names(
+                f"attribute of the span `{conventions.DEATH_SPAN_NAME}` and of its event, beside those of a growth",
+                conventions.DEATH_ATTRIBUTES,
+            ),
+            _names("event, in the span", conventions.DEATH_EVENTS),
         )
     )

@@ -55,6 +55,8 @@ _LIMITS = (
     "OTEL_SPAN_EVENT_COUNT_LIMIT",
     "OTEL_SPAN_LINK_COUNT_LIMIT",
     "OTEL_EVENT_ATTRIBUTE_COUNT_LIMIT",
+    "OTEL_LOGRECORD_ATTRIBUTE_COUNT_LIMIT",
+    "OTEL_LOGRECORD_ATTRIBUTE_VALUE_LENGTH_LIMIT",
     "OTEL_LINK_ATTRIBUTE_COUNT_LIMIT",
 )
 _LEVELS = {
@@ -73,7 +75,7 @@ class SettingError(ValueError):
 
 @dataclass(frozen=True)
 class Signal:
-    """Where spans, or metrics, go: the exporters' kinds (``otlp``, ``console``), and how ``otlp`` speaks."""
+    """Where spans, metrics, or events go: the exporters' kinds (``otlp``, ``console``), and how ``otlp`` speaks."""
 
     exporters: tuple[str, ...]
     protocol: str
@@ -85,16 +87,28 @@ class Signal:
 
 
 @dataclass(frozen=True)
+class Batches:
+    """How a queue is emptied: ``queue`` and ``batch`` in pieces, ``delay_ms`` between batches."""
+
+    queue: int
+    batch: int
+    delay_ms: float
+
+
+@dataclass(frozen=True)
 class Telemetry:
     """What is exported and how.
 
     ``queue`` and ``batch`` in spans, ``batch_delay_ms`` between batches; metrics every ``interval_s``, each export
     given up after ``timeout_s``; ``temporality``: cumulative, delta or lowmemory, as the specification has them.
+    ``logs``: where events go, as log records; none of the sidecar's own log.
     """
 
     disabled: bool
     traces: Signal
     metrics: Signal
+    logs: Signal
+    events: Batches
     queue: int
     batch: int
     batch_delay_ms: float
@@ -115,23 +129,31 @@ def read(environ: Mapping[str, str]) -> Telemetry:
             "OTEL_CONFIG_FILE is not supported: say what the file says by the other OTEL_* variables, and unset it"
         )
     disabled = _boolean(environ, "OTEL_SDK_DISABLED")
-    queue = _whole(environ, "OTEL_BSP_MAX_QUEUE_SIZE", 2048)
-    batch = _whole(environ, "OTEL_BSP_MAX_EXPORT_BATCH_SIZE", min(512, queue))
-    if batch > queue:
-        raise SettingError(f"OTEL_BSP_MAX_EXPORT_BATCH_SIZE={batch} is more than OTEL_BSP_MAX_QUEUE_SIZE={queue}")
+    spans, events = _batches(environ, "OTEL_BSP", 5000), _batches(environ, "OTEL_BLRP", 1000)
     _check_the_rest(environ)
     return Telemetry(
         disabled=disabled,
         traces=_signal(environ, "TRACES", disabled=disabled),
         metrics=_signal(environ, "METRICS", disabled=disabled),
-        queue=queue,
-        batch=batch,
-        batch_delay_ms=_positive(environ, "OTEL_BSP_SCHEDULE_DELAY", 5000),
+        logs=_signal(environ, "LOGS", disabled=disabled),
+        events=events,
+        queue=spans.queue,
+        batch=spans.batch,
+        batch_delay_ms=spans.delay_ms,
         interval_s=_positive(environ, "OTEL_METRIC_EXPORT_INTERVAL", 60000) / 1000,
         timeout_s=_positive(environ, "OTEL_METRIC_EXPORT_TIMEOUT", 30000) / 1000,
         temporality=_one_of(environ, "OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE", _TEMPORALITIES, "cumulative"),
         exemplars=_one_of(environ, "OTEL_METRICS_EXEMPLAR_FILTER", _EXEMPLAR_FILTERS, "trace_based") != "always_off",
     )
+
+
+def _batches(environ: Mapping[str, str], prefix: str, delay_ms: float) -> Batches:
+    queue = _whole(environ, f"{prefix}_MAX_QUEUE_SIZE", 2048)
+    batch = _whole(environ, f"{prefix}_MAX_EXPORT_BATCH_SIZE", min(512, queue))
+    if batch > queue:
+        raise SettingError(f"{prefix}_MAX_EXPORT_BATCH_SIZE={batch} is more than {prefix}_MAX_QUEUE_SIZE={queue}")
+    _positive(environ, f"{prefix}_EXPORT_TIMEOUT", 30000)
+    return Batches(queue, batch, _positive(environ, f"{prefix}_SCHEDULE_DELAY", delay_ms))
 
 
 def log_level(environ: Mapping[str, str]) -> str:
@@ -141,7 +163,6 @@ def log_level(environ: Mapping[str, str]) -> str:
 
 def _check_the_rest(environ: Mapping[str, str]) -> None:
     """What the SDK reads itself, and would replace by a default, or by a traceback, if it cannot use it."""
-    _positive(environ, "OTEL_BSP_EXPORT_TIMEOUT", 30000)
     for name in _with_signals("OTEL_EXPORTER_OTLP{}_TIMEOUT"):
         _positive(environ, name, 10)
     for name in _with_signals("OTEL_EXPORTER_OTLP{}_COMPRESSION"):
@@ -175,7 +196,7 @@ def _readable(environ: Mapping[str, str], name: str) -> None:
 
 
 def _with_signals(template: str) -> Sequence[str]:
-    return [template.format(signal) for signal in ("", "_TRACES", "_METRICS")]
+    return [template.format(signal) for signal in ("", "_TRACES", "_METRICS", "_LOGS")]
 
 
 def _signal(environ: Mapping[str, str], signal: str, *, disabled: bool) -> Signal:

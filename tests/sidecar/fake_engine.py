@@ -58,7 +58,7 @@ class FakeEngine:
 
 def step(time: int, running: int = 0) -> Step:
     """A state, all zero but for what is said."""
-    return Step(time, running, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, backlog=(0,))
+    return Step._make([time, running, *[0] * 15, (0,)])
 
 
 def identity(number: int, context: TraceContext | None = None) -> Identity:

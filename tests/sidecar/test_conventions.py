@@ -17,7 +17,7 @@ from vllm_kvfix_sidecar import conventions
 from vllm_kvfix_sidecar.conventions import Kind, Metric, Name
 from vllm_kvfix_sidecar.tables import markdown_table
 
-MODULES = sorted(set((ROOT / "sidecar" / "vllm_kvfix_sidecar").glob("*.py")) - {Path(conventions.__file__)})
+MODULES = sorted(set((ROOT / "sidecar" / "vllm_kvfix_sidecar").rglob("*.py")) - {Path(conventions.__file__)})
 DEFINED = [value for value in vars(conventions).values() if isinstance(value, Name)]
 METRICS = [value for value in vars(conventions).values() if isinstance(value, Metric)]
 
@@ -37,10 +37,10 @@ def test_no_two_names_mean_the_same() -> None:
 
 @pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)
 def test_a_metric_keeps_the_rules_of_names(metric: Metric) -> None:
-    """Dotted lower case under our prefix or process.*, no _total, a UCUM unit, few-valued attributes, rising bounds."""
-    assert re.fullmatch(r"(vllm_kvfix|process)(\.[a-z][a-z_]*)+", metric.name)
+    """Dotted lower case under a prefix that we use, no _total, a UCUM unit, few-valued attributes, rising bounds."""
+    assert re.fullmatch(r"(vllm_kvfix|process|container|hw)(\.[a-z][a-z_]*)+", metric.name)
     assert not metric.name.endswith("total")
-    assert re.fullmatch(r"1|s|By|\{[a-z]+\}(\.s)?", metric.unit)
+    assert re.fullmatch(r"1|s|By|By/h|\{[a-z]+\}(\.s)?", metric.unit)
     assert conventions.ATTR_REQUEST_ID not in metric.attributes
     assert conventions.ATTR_ENGINE_REQUEST_ID not in metric.attributes
     assert bool(metric.bounds) == (metric.kind is Kind.HISTOGRAM)
@@ -51,7 +51,9 @@ def test_a_metric_keeps_the_rules_of_names(metric: Metric) -> None:
 @pytest.mark.parametrize(
     ("metric", "name"),
     [
-        (conventions.MEMORY_USAGE, "process_memory_usage_bytes"),
+        (conventions.PROCESS_MEMORY, "process_memory_usage_bytes"),
+        (conventions.VERDICT_SLOPE, "vllm_kvfix_verdict_slope_bytes_per_hour"),
+        (conventions.VERDICT_EXPLAINED, "vllm_kvfix_verdict_explained_ratio"),
         (conventions.CPU_TIME, "process_cpu_time_seconds"),
         (conventions.POOL_UTILIZATION, "vllm_kvfix_kv_cache_pool_utilization_ratio"),
         (conventions.PATCH_STATE, "vllm_kvfix_patch_state"),
@@ -62,6 +64,12 @@ def test_a_metric_keeps_the_rules_of_names(metric: Metric) -> None:
 def test_names_in_prometheus_are_those_of_the_specification(metric: Metric, name: str) -> None:
     """Units become words, braces are dropped, and only a gauge of unit 1 is a ratio."""
     assert metric.prometheus == name
+
+
+def test_the_series_of_a_counter_are_totals() -> None:
+    """In Prometheus, a counter's series are called _total, and no other metric's are."""
+    for metric in METRICS:
+        assert metric.series == metric.prometheus + ("_total" if metric.kind is Kind.COUNTER else "")
 
 
 @pytest.mark.parametrize(
@@ -97,16 +105,27 @@ def test_the_module_prints_tables_with_every_name() -> None:
     ).stdout
     assert printed == markdown_table()
     told = re.findall(r"^\| `([^`]+)`", printed, re.MULTILINE)
-    expected = [metric.name for metric in conventions.METRICS]
+    expected = [metric.name for metric in conventions.METRICS] + [*conventions.METRIC_ATTRIBUTES]
     expected += [*conventions.SPAN_ATTRIBUTES, *conventions.RESOURCE_ATTRIBUTES, *conventions.EVENTS]
-    assert told == [*expected, *conventions.EVENT_ATTRIBUTES, conventions.LINK_KIND, *conventions.LINKS]
+    expected += [*conventions.EVENT_ATTRIBUTES, conventions.LINK_KIND, *conventions.LINKS]
+    growth = [*conventions.GROWTH_ATTRIBUTES, *conventions.GROWTH_RESOURCE_ATTRIBUTES, *conventions.GROWTH_EVENTS]
+    assert told == [*expected, *growth, *conventions.DEATH_ATTRIBUTES, *conventions.DEATH_EVENTS]
     for line in printed.splitlines():
         assert not line.startswith("|") or line.count("|") in {4, 6}
 
 
+def test_the_attributes_of_metrics_are_those_that_metrics_have() -> None:
+    """METRIC_ATTRIBUTES holds each once, and beside them only the ring's file name, which is told where it must be."""
+    had = {name for metric in METRICS for name in (*metric.attributes, *metric.optional)}
+    assert had | {conventions.ATTR_RING_FILE} == set(conventions.METRIC_ATTRIBUTES)
+    assert len(set(conventions.METRIC_ATTRIBUTES)) == len(conventions.METRIC_ATTRIBUTES)
+
+
 def test_every_name_is_in_some_list() -> None:
-    """No attribute or event is defined that neither a metric nor a span has."""
-    used = {name for metric in METRICS for name in metric.attributes}
+    """No attribute or event is defined that neither a metric, nor a span, nor a growth has."""
+    used = set(conventions.METRIC_ATTRIBUTES)
     used |= {*conventions.SPAN_ATTRIBUTES, *conventions.RESOURCE_ATTRIBUTES, *conventions.EVENTS, *conventions.LINKS}
-    used |= {*conventions.EVENT_ATTRIBUTES, conventions.LINK_KIND, conventions.ATTR_RING_FILE}
+    used |= {*conventions.EVENT_ATTRIBUTES, conventions.LINK_KIND}
+    used |= {*conventions.GROWTH_ATTRIBUTES, *conventions.GROWTH_RESOURCE_ATTRIBUTES, *conventions.GROWTH_EVENTS}
+    used |= {*conventions.DEATH_ATTRIBUTES, *conventions.DEATH_EVENTS}
     assert set(DEFINED) == used

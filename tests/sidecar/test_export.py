@@ -16,6 +16,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.trace import SpanContext, TraceFlags
 
+from tests.sidecar import fake_processes
 from tests.sidecar.collectors import over_grpc, over_http, wait_until
 from tests.sidecar.test_metrics import CONFIG, KEY, SPAN, STEP, engine_of, header, record
 from vllm_kvfix_sidecar import conventions, export, push, telemetry_settings
@@ -194,7 +195,8 @@ class TestOverTheWire:
         """Each metric of the conventions arrives with its unit, and a histogram with the span that explains it."""
         metrics = Metrics()
         engine_of(metrics).finished(record(), 123, SPAN)
-        converter = Converter(Reader(metrics), Resource({"service.name": "s"}), asked(), BEGAN)
+        reader = Reader(metrics, more=fake_processes.points)
+        converter = Converter(reader, Resource({"service.name": "s"}), asked(), BEGAN)
         pusher = Pusher(converter, push.metric_exporters(asked().metrics), metrics.exports, asked(), lambda: BEGAN + 5)
         assert pusher.close(20)
         found = collector.last_metrics()
@@ -248,7 +250,7 @@ class TestTemporality:
     def converter(self, metrics: Metrics, temporality: str) -> Converter:
         """A converter of a sidecar that began at ``BEGAN``."""
         chosen = telemetry(OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE=temporality)
-        return Converter(Reader(metrics), Resource({}), chosen, BEGAN)
+        return Converter(Reader(metrics, more=fake_processes.points), Resource({}), chosen, BEGAN)
 
     @pytest.mark.parametrize(
         ("temporality", "counter", "histogram"),

@@ -7,7 +7,6 @@ import io
 import json
 import logging
 import re
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
@@ -16,23 +15,11 @@ from hypothesis import strategies as st
 from vllm_kvfix_sidecar import logs
 from vllm_kvfix_sidecar.logs import Digest, JsonFormatter, PlainFormatter, fields
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 
 @pytest.fixture
-def root() -> Iterator[logging.Logger]:
-    """The root logger, put back after the test."""
-    found = logging.getLogger()
-    handlers, level = list(found.handlers), found.level
-    yield found
-    for handler in list(found.handlers):
-        if handler not in handlers:
-            found.removeHandler(handler)
-    for handler in handlers:
-        if handler not in found.handlers:
-            found.addHandler(handler)
-    found.setLevel(level)
+def root() -> logging.Logger:
+    """The root logger."""
+    return logging.getLogger()
 
 
 def made(

@@ -11,15 +11,19 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.sidecar.collectors import over_grpc, over_http, wait_until
 from tests.sidecar.fake_engine import FakeEngine, life
+from vllm_kvfix.events import Figures
 from vllm_kvfix_sidecar import conventions
 from vllm_kvfix_sidecar.service import _destination
 
@@ -181,8 +185,27 @@ class TestLife:
             wait_until(lambda: 'finish_reason="stop"} 3.0' in sidecar.get("/metrics"))
             assert json.loads(sidecar.get("/healthz"))["status"] == "ok"
             assert sidecar.end(signal.SIGTERM) == 0
-        assert "traces=none metrics=none disabled_by=OTEL_SDK_DISABLED" in sidecar.log
+        assert "traces=none metrics=none events=none disabled_by=OTEL_SDK_DISABLED" in sidecar.log
         assert "warning" not in sidecar.log.lower()
+
+    def test_the_memory_of_an_engine_is_served(self, engine: FakeEngine) -> None:
+        """Its RSS, read from the real process table, and what its ring tells, are in /metrics, with a verdict."""
+        engine.write(Figures(time.monotonic_ns(), "malloc", {"in_use": 12345}))
+        wanted = {"process_pid": str(os.getpid()), "vllm_kvfix_process_role": "engine core"}
+
+        def values(text: str, name: str) -> list[float]:
+            samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
+            return [s.value for s in samples if s.name == name and wanted.items() <= s.labels.items()]
+
+        with running(engine.path.parent) as sidecar:
+            wait_until(lambda: values(sidecar.get("/metrics"), "vllm_kvfix_verdict_alarming") == [0.0])
+            text = sidecar.get("/metrics")
+            told = json.loads(sidecar.get("/diagnosis"))
+        (rss,) = values(text, "process_memory_usage_bytes")
+        assert 0.5 < rss / psutil.Process().memory_info().rss < 2
+        assert values(text, "vllm_kvfix_malloc_in_use_bytes") == [12345]
+        assert sorted(values(text, "vllm_kvfix_verdict")) == [0, 0, 0, 0, 0, 1]
+        assert os.getpid() in [process["pid"] for process in told["processes"]]
 
 
 @pytest.mark.parametrize(
@@ -268,6 +291,15 @@ class TestRefusals:
             wait_until(lambda: "WARNING" in sidecar.log)
             assert sidecar.end(signal.SIGTERM) == 0
         assert "everybody who can reach this address can read what is served" in sidecar.log
+
+    def test_a_token_is_asked_for_instead(self, tmp_path: Path) -> None:
+        """With one, there is no warning: nobody reads a figure who does not know it."""
+        file = tmp_path / "token"
+        file.write_text("0123456789abcdef")
+        with running(tmp_path, "--listen", "0.0.0.0:0", VLLM_KVFIX_TOKEN_FILE=str(file)) as sidecar:
+            assert "wants the token" in sidecar.get("/metrics")
+            assert sidecar.end(signal.SIGTERM) == 0
+        assert "everybody who can reach" not in sidecar.log
 
     def test_help_needs_no_dependency(self) -> None:
         """--help ends with 0 although OpenTelemetry cannot be imported."""

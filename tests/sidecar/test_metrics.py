@@ -5,13 +5,18 @@ from __future__ import annotations
 
 import itertools
 import math
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from opentelemetry.trace import SpanContext, TraceFlags
 
+from tests.sidecar import fake_processes
+from vllm_kvfix import host
 from vllm_kvfix.events import Blocks, Config, Group, Step
 from vllm_kvfix.ring.layout import PATCH_STATES
 from vllm_kvfix.ring.reader import Header
@@ -22,13 +27,13 @@ from vllm_kvfix_sidecar.readings import Cost, HistogramValue, Point, Reader, own
 from vllm_kvfix_sidecar.requests import RequestRecord
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Callable, Iterable
 
 KEY = EngineKey(100, 1, "a.ring")
 SECOND = 10**9
 SPAN = SpanContext(0xABC, 0xDEF, is_remote=False, trace_flags=TraceFlags(1))
 CONFIG = Config(1000, 8, 16, prefix_caching=True, groups=(Group(16, "FullAttentionSpec"), Group(1, "MambaSpec")))
-STEP = Step(5, 3, 4, 700, 200, 10, 20, 30, 40, 50, 60, 70, 80, 90, (7, 0))
+STEP = Step(5, 3, 4, 700, 200, 10, 20, 30, 40, 50, 60, 70, 80, 90, 6, 2, 50, (7, 0))
 
 
 def record(**changed: object) -> RequestRecord:
@@ -85,9 +90,9 @@ def header(**changed: object) -> Header:
     return Header(**(usual | changed))  # type: ignore[arg-type]  # each field has its own type
 
 
-def read(metrics: Metrics) -> dict[Metric, list[Point]]:
+def read(metrics: Metrics, more: Callable[[], Iterable[Point]] = tuple) -> dict[Metric, list[Point]]:
     """All points, of a sidecar that has cost 1.5 s, 0.5 s and 7 bytes, 61.5 s after the machine began."""
-    return Reader(metrics, lambda: Cost(1.5, 0.5, 7), lambda: 61 * SECOND + SECOND // 2).read()
+    return Reader(metrics, lambda: Cost(1.5, 0.5, 7), lambda: 61 * SECOND + SECOND // 2, more).read()
 
 
 def values(points: list[Point], attribute: str | None = None) -> dict[object, object]:
@@ -230,7 +235,7 @@ class TestReadings:
         assert values(found[conventions.METRIC_EXPORTS], ATTR_OUTCOME) == {"exported": 0, "failed": 3}
         assert values(found[conventions.ENGINES], ATTR_STATE) == {"live": 1, "ended": 0, "unknown": 0}
         assert values(found[conventions.FILES_REFUSED]) == {None: 8}
-        assert values(found[conventions.MEMORY_USAGE]) == {None: 7}
+        assert values(found[conventions.PROCESS_MEMORY], conventions.ATTR_ROLE) == {"sidecar": 7}
         assert values(found[conventions.CPU_TIME], conventions.ATTR_CPU_MODE) == {"user": 1.5, "system": 0.5}
 
     def test_an_engine_of_which_nothing_is_known_yet_has_no_false_zero(self) -> None:
@@ -247,7 +252,7 @@ class TestReadings:
         engine_of(metrics).config(CONFIG._replace(blocks=0))
         assert read(metrics)[conventions.POOL_UTILIZATION] == []
 
-    @given(st.lists(st.integers(0, 2**64 - 1), min_size=14, max_size=14), st.integers(0, 2**64 - 1))
+    @given(st.lists(st.integers(0, 2**64 - 1), min_size=17, max_size=17), st.integers(0, 2**64 - 1))
     def test_no_word_of_a_ring_is_too_large_to_send(self, words: list[int], pid: int) -> None:
         """Values and attributes fit a signed 64-bit number, whatever a ring says."""
         metrics = Metrics()
@@ -261,14 +266,18 @@ class TestReadings:
         assert all(point.start >= 0 for points in read(metrics).values() for point in points)
 
     def test_every_point_has_the_attributes_of_its_metric_and_every_metric_a_point(self) -> None:
-        """No attribute is sent that the conventions do not list, and none of theirs is missing."""
+        """No attribute is sent that the conventions do not list; of theirs only optional ones may be missing."""
         metrics = Metrics()
         engine_of(metrics).finished(record(), 1, SPAN)
-        found = read(metrics)
+        found = read(metrics, fake_processes.points)
         assert tuple(found) == conventions.METRICS
         for metric, points in found.items():
             assert points, metric.name
-            assert all(set(point.attributes) == set(metric.attributes) for point in points), metric.name
+            for point in points:
+                assert set(metric.attributes) <= set(point.attributes), metric.name
+                assert set(point.attributes) <= {*metric.attributes, *metric.optional}, metric.name
+            told = {name for point in points for name in point.attributes}
+            assert told == {*metric.attributes, *metric.optional}, metric.name
             assert all(isinstance(point.value, HistogramValue) == bool(metric.bounds) for point in points)
 
 
@@ -331,12 +340,14 @@ class TestLifetimes:
         assert told == ["a.ring", "b.ring", None]
 
 
-def test_the_sidecars_own_cost_is_what_proc_says(tmp_path: Path) -> None:
-    """Resident memory is statm's second field in pages; 0 where there is none."""
-    (tmp_path / "self").mkdir()
-    (tmp_path / "self" / "statm").write_text("100 25 3 1 0 9 0\n")
-    cost = own_cost(tmp_path)
-    assert cost.resident % 25 == 0
-    assert cost.resident // 25 in {4096, 16384, 65536}
+def test_the_sidecars_own_cost_is_told_or_missing() -> None:
+    """Resident memory is this process's own, within a tenth; of a process that is gone it is not told, and not 0."""
+    cost = own_cost()
+    assert cost.resident == pytest.approx(host.status()["rss"], rel=0.1)
     assert cost.user_s > 0
-    assert own_cost(tmp_path / "nowhere").resident == 0
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        gone = psutil.Process(child.pid)
+    assert own_cost(gone).resident is None
+    found = Reader(Metrics(), lambda: own_cost(gone)).read()
+    assert found[conventions.PROCESS_MEMORY] == []
+    assert len(found[conventions.CPU_TIME]) == 2

@@ -8,20 +8,24 @@ import os
 import random
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, Sampler
 
+from tests.sidecar import fake_processes
 from tests.sidecar.fake_engine import SECOND, FakeEngine, Sink, admitted, arrived, finished, life, other_process, step
 from vllm_kvfix import events
-from vllm_kvfix.events import Blocks, Config, Group
+from vllm_kvfix.events import Blocks, Config, Figures, Group
 from vllm_kvfix.ring import layout
 from vllm_kvfix.ring.reader import RingReader
 from vllm_kvfix_sidecar import conventions, cursors, pipeline
+from vllm_kvfix_sidecar.assessment import Assessment
+from vllm_kvfix_sidecar.health import Health
 from vllm_kvfix_sidecar.metrics import Metrics
 from vllm_kvfix_sidecar.pipeline import Pipeline
+from vllm_kvfix_sidecar.readings import Reader
 from vllm_kvfix_sidecar.spans import SpanMaker
 
 if TYPE_CHECKING:
@@ -208,7 +212,7 @@ class TestRestart:
     ) -> None:
         """100 turns in 5 s without traces write 5 or 6 cursors."""
         written: list[Cursor] = []
-        monkeypatch.setattr(cursors, "write", lambda _, __, cursor: written.append(cursor))
+        monkeypatch.setattr(cursors, "write", lambda _, __, cursor, *___: written.append(cursor))
         source, now = FakeEngine(folder / "a.ring"), [0.0]
         turned = Pipeline([folder], Metrics(), None, clock=lambda: now[0])
         for _ in range(100):
@@ -338,6 +342,112 @@ class TestEnds:
         assert len(sidecar.metrics.engines()) == 1
         sidecar.poll(100)
         assert sidecar.metrics.engines() == []
+
+
+class TestProcesses:
+    """What goes to the assessment, and who is no engine."""
+
+    def sidecar(self, folder: Path) -> tuple[Sidecar, Assessment]:
+        """With an assessment over an empty process table."""
+        made = Sidecar(folder)
+        memory = fake_processes.FakeMemory()
+        assessment = Assessment(memory, judge=lambda *_: fake_processes.leak(), clock=lambda: made.now)
+        made.pipeline = Pipeline([folder], made.metrics, None, assessment=assessment, clock=lambda: made.now)
+        return made, assessment
+
+    def test_figures_and_steps_reach_the_assessment(self, folder: Path) -> None:
+        """Those of an engine make its history, and the verdict on it; its requests are counted as ever."""
+        source = FakeEngine(folder / "a.ring")
+        source.write(*life(1))
+        source.write(Figures(4 * SECOND, "malloc", {"in_use": 5}), step(5 * SECOND)._replace(finished=1))
+        source.poke(layout.PATCH_STATE_WORD, layout.PATCH_STATES.index("applied"))
+        sidecar, assessment = self.sidecar(folder)
+        sidecar.poll()
+        ((_, history),) = assessment.histories().items()
+        assert (history.pid, history.role, history.vllm_version) == (os.getpid(), "engine core", "0.25.1")
+        assert history.patch_state == "applied"
+        assert list(history.memory["malloc.in_use"].times) == [4]
+        assert list(history.load["requests"].values)[-1] == 1
+        assert list(assessment.verdicts.values()) == [fake_processes.leak()]
+        assert sidecar.finished == 1
+
+    def test_other_processes_are_followed_and_are_no_engines(self, folder: Path) -> None:
+        """A worker's figures are heard; it is in no metric of engines, and --once lists it apart."""
+        FakeEngine(folder / "a.ring").write(*life(1))
+        worker = FakeEngine(folder / "b.ring")
+        worker.poke(layout.ROLE_WORD, layout.ROLES.index(layout.WORKER))
+        worker.write(Figures(4 * SECOND, "smaps", {"pss": 5}))
+        sidecar, assessment = self.sidecar(folder)
+        sidecar.poll()
+        assert {history.role for history in assessment.histories().values()} <= {"engine core", "worker"}
+        assert any("smaps.pss" in history.memory for history in assessment.histories().values())
+        assert len(sidecar.metrics.engines()) == 1
+        found = Reader(sidecar.metrics).read()
+        assert sum(point.value for point in found[conventions.ENGINES]) == 1  # type: ignore[misc]  # no histogram
+        told: dict[str, Any] = Health(sidecar.pipeline, sidecar.metrics, [folder]).summary()
+        assert [engine["ring"] for engine in told["engines"]] == ["a.ring"]
+        (process,) = told["processes"]
+        assert (process["ring"], process["role"], process["state"]) == ("b.ring", "worker", "live")
+        assert process["events"] == {"published": 1, "dropped": 0, "lost": 0}
+        worker.die()
+        sidecar.pipeline.processes[0].start_time = 1  # stands for: the process is gone
+        sidecar.poll()
+        sidecar.poll()
+        assert [engine.key.ring for engine in sidecar.metrics.engines()] == ["a.ring"]
+
+    def test_the_end_of_a_ring_is_that_of_its_process(self, folder: Path) -> None:
+        """When the engine has died and its ring was read, its process has ended; one that died before is not met."""
+        source, dead = FakeEngine(folder / "a.ring"), FakeEngine(folder / "b.ring")
+        dead.write(Figures(4 * SECOND, "malloc", {"in_use": 5}))
+        dead.die()
+        source.write(*life(1))
+        sidecar, assessment = self.sidecar(folder)
+        sidecar.poll()
+        assert len(assessment.histories()) == len(assessment._records) == 1
+        (engine,) = (engine for engine in sidecar.pipeline.engines if engine.key.ring == "a.ring")
+        engine.start_time = 1  # stands for: the process is gone
+        sidecar.poll()
+        sidecar.poll()
+        assert assessment.histories() == {}
+
+    def test_a_fault_of_the_assessment_stops_nothing(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Whatever fails in it, requests are counted, errors are counted, and each place is said once."""
+
+        def fail(*_: object, **__: object) -> None:
+            raise ZeroDivisionError
+
+        source = FakeEngine(folder / "a.ring")
+        sidecar, assessment = self.sidecar(folder)
+        sidecar.poll()
+        feed = assessment._feeds[0]
+        monkeypatch.setattr(assessment, "follow", fail)
+        other = FakeEngine(folder / "b.ring")
+        other.write(*life(1))
+        monkeypatch.setattr(assessment, "tick", fail)
+        monkeypatch.setattr(assessment, "look", fail)
+        monkeypatch.setattr(feed.record, "hear", fail)
+        monkeypatch.setattr(feed.load, "take", fail)
+        for number in range(1, 4):
+            source.write(Figures(4 * SECOND, "malloc", {"in_use": 5}), *life(number))
+            sidecar.poll()
+        assert sidecar.finished == 4
+        assert assessment.errors >= 4 * 3 + 1
+        assert len([record for record in caplog.records if record.levelname == "ERROR"]) == 5
+
+    def test_who_only_reads_leaves_no_trace(self, folder: Path) -> None:
+        """Read-only, no cursor is written, and none removed; another sidecar tells all."""
+        source = FakeEngine(folder / "a.ring")
+        source.write(*life(1))
+        (folder / "gone.ring.cursor").write_text("{}")
+        reading = Pipeline([folder], Metrics(), None, read_only=True)
+        reading.poll()
+        reading.close()
+        assert sorted(path.name for path in folder.iterdir()) == ["a.ring", "gone.ring.cursor"]
+        sidecar = Sidecar(folder)
+        sidecar.poll()
+        assert sidecar.finished == 1
 
 
 class TestNeighbours:

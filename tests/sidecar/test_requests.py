@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.sidecar.fake_engine import SECOND, admitted, allocated, arrived, finished, identity, life, step
@@ -281,3 +281,60 @@ def test_the_id_of_a_request_is_the_engines() -> None:
     """The request id is not cut or changed on its way."""
     (record,) = feed(tracker(), [finished(1, identity=identity(1)._replace(request_id="ü" * 200))])
     assert record.request_id == "ü" * 200
+
+
+class TestHolders:
+    """The requests that hold most blocks now."""
+
+    def test_each_state_shows_what_it_holds(self) -> None:
+        """Waiting: none; running: what it got; preempted: none, but its peak; finished, not freed: still all."""
+        made = tracker()
+        feed(made, [arrived(1), arrived(2), arrived(3), arrived(4), step(2 * SECOND)])
+        feed(made, [step(3 * SECOND), admitted(2), admitted(3), admitted(4)])
+        feed(made, [step(4 * SECOND), allocated(2, new=3), Preempted(3, 4 * SECOND, 7, 0)])
+        feed(made, [finished(4, freed=False)])
+        found = {holder.request_id: holder for holder in made.holders(10)}
+        shown = {name: (holder.state, holder.blocks, holder.peak) for name, holder in found.items()}
+        assert shown == {
+            identity(1).request_id: ("waiting", 0, 0),
+            identity(2).request_id: ("running", 10, 10),
+            identity(3).request_id: ("preempted", 0, 7),
+            identity(4).request_id: ("finished", 7, 7),
+        }
+        assert [holder.preemptions for holder in found.values()] == [0, 0, 0, 1]
+        assert (found[identity(2).request_id].arrival, found[identity(2).request_id].admission) == (SECOND, 3 * SECOND)
+        feed(made, [Freed(4, 5 * SECOND), step(6 * SECOND), admitted(3, resumed=True)])
+        assert [(holder.state, holder.blocks) for holder in made.holders(10)] == [
+            ("running", 10),
+            ("running", 7),
+            ("waiting", 0),
+        ]
+
+    @given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 50)), max_size=400))
+    @settings(deadline=None)
+    def test_blocks_are_exact_however_many_there_were(self, got: list[tuple[int, int]]) -> None:
+        """Each request holds the sum of what it got, though details are merged and left out; most first, no more."""
+        made = tracker()
+        feed(made, [arrived(number) for number in range(1, 7)])
+        for number, new in got:
+            feed(made, [step(3 * SECOND), allocated(number, new=new)])
+        sums = [sum(new for other, new in got if other == number) for number in range(1, 7)]
+        assert [holder.blocks for holder in made.holders(4)] == sorted(sums, reverse=True)[:4]
+
+    def test_one_that_may_be_over_is_not_shown(self) -> None:
+        """After a gap a request is shown again once something is heard of it."""
+        made = tracker()
+        feed(made, [arrived(1), arrived(2), step(2 * SECOND), admitted(1), admitted(2)])
+        made.gap()
+        assert made.holders(10) == []
+        feed(made, [step(3 * SECOND), allocated(2)])
+        assert [(holder.request_id, holder.blocks) for holder in made.holders(10)] == [(identity(2).request_id, 8)]
+
+    def test_of_one_whose_arrival_was_not_seen_the_ids_are_not_known(self) -> None:
+        """Its trace may be its caller's, so none is told; its span's id and its blocks are."""
+        made = tracker()
+        feed(made, [step(2 * SECOND), allocated(5, new=4)])
+        (holder,) = made.holders(10)
+        assert (holder.request_id, holder.trace_id, holder.arrival, holder.admission) == (None, None, 0, 0)
+        (record,) = feed(made, [finished(5)])
+        assert (holder.span_id, holder.blocks) == (record.span_id, 4)

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from vllm_kvfix_sidecar import settings, telemetry_settings
+from vllm_kvfix_sidecar import bearer, settings, telemetry_settings
 from vllm_kvfix_sidecar.settings import Address
-from vllm_kvfix_sidecar.telemetry_settings import SettingError, Signal
+from vllm_kvfix_sidecar.telemetry_settings import Batches, SettingError, Signal
 
 ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4317"}
 
@@ -32,6 +33,7 @@ class TestCommand:
             10.0,
             False,
         )
+        assert (found.token_file, found.hosts) == (None, frozenset())
         assert found.telemetry.traces == Signal((), "grpc")
         assert found.telemetry.metrics == Signal((), "grpc")
 
@@ -60,6 +62,23 @@ class TestCommand:
         assert found.folders == (Path("/c"), Path("/d"))
         assert (found.listen.port, found.log_level, found.once) == (1, "error", True)
 
+    def test_who_may_ask_is_said_by_option_or_variable(self, tmp_path: Path) -> None:
+        """The token's file, and names that a Host header may have, in small letters and without a dot at the end."""
+        file = tmp_path / "token"
+        file.write_text("0123456789abcdef\n")
+        environ = {"VLLM_KVFIX_TOKEN_FILE": str(file), "VLLM_KVFIX_ALLOW_HOST": "A.example. fd00::1"}
+        found = settings.parse([], environ)
+        assert (found.token_file, found.hosts) == (file, frozenset({"a.example", "fd00::1"}))
+        found = settings.parse(["--allow-host", "B", "--allow-host", "c", "--token-file", ""], environ)
+        assert (found.token_file, found.hosts) == (None, frozenset({"b", "c"}))
+
+    def test_only_own_rings_are_followed_unless_others_are_asked_for(self) -> None:
+        """Of this user alone by default; of anybody by option or variable, the option first."""
+        variable = {"VLLM_KVFIX_RING_OWNER": "anybody"}
+        assert settings.parse([], {}).foreign is False
+        assert settings.parse([], variable).foreign is True
+        assert settings.parse(["--ring-owner", "mine"], variable).foreign is False
+
     def test_the_standard_prometheus_variables_say_where_to_listen(self) -> None:
         """OTEL_EXPORTER_PROMETHEUS_HOST and _PORT stand where VLLM_KVFIX_LISTEN is not set, and only there."""
         standard = {"OTEL_EXPORTER_PROMETHEUS_HOST": "::1", "OTEL_EXPORTER_PROMETHEUS_PORT": "9999"}
@@ -73,6 +92,11 @@ class TestCommand:
             (["--listen", "::1:9464"], "--listen ::1:9464"),
             (["--listen", "a:65536"], "--listen a:65536"),
             (["--listen", "a:"], "--listen a:"),
+            (["--allow-host", "http://x"], "--allow-host http://x"),
+            (["--allow-host", "x:80"], "--allow-host x:80"),
+            (["--allow-host", "*"], "--allow-host *"),
+            (["--token-file", "/dev/null"], "--token-file /dev/null"),
+            (["--ring-owner", "root"], "mine, anybody"),
             (["--log-format", "xml"], "plain, json"),
             (["--log-level", "loud"], "debug, info, warning, error"),
             (["--shutdown-timeout", "-1"], "--shutdown-timeout -1"),
@@ -86,6 +110,12 @@ class TestCommand:
             settings.parse(arguments, {})
         assert said in str(raised.value)
 
+    def test_a_token_file_that_is_not_there_is_named(self) -> None:
+        """Before anything starts, rather than at the first question."""
+        with pytest.raises(SettingError, match=r"--token-file /nowhere/token cannot be read: No such file"):
+            settings.parse(["--token-file", "/nowhere/token"], {})
+
+    @hypothesis_settings(deadline=None)
     @given(st.text(max_size=20))
     def test_any_address_is_parsed_or_refused(self, text: str) -> None:
         """No text for --listen raises anything but SettingError, and what is parsed is written the same way again."""
@@ -120,7 +150,8 @@ class TestCommand:
         told = capsys.readouterr().out
         assert ended.value.code == 0
         source = Path(settings.__file__).read_text()
-        for name in ("RING_DIR", "LISTEN", "LOG_FORMAT", "LOG_LEVEL", "SHUTDOWN_TIMEOUT"):
+        assert bearer.VARIABLE in told
+        for name in ("RING_DIR", "LISTEN", "ALLOW_HOST", "LOG_FORMAT", "LOG_LEVEL", "SHUTDOWN_TIMEOUT"):
             assert f"VLLM_KVFIX_{name} " in told
             assert name in source
         assert all(f"\n  {code}  " in told for code in (0, 1, 2))
@@ -166,6 +197,8 @@ class TestTelemetry:
             {
                 "OTEL_BSP_SCHEDULE_DELAY": "100",
                 "OTEL_BSP_MAX_QUEUE_SIZE": "64",
+                "OTEL_BLRP_MAX_QUEUE_SIZE": "32",
+                "OTEL_BLRP_SCHEDULE_DELAY": "50",
                 "OTEL_METRIC_EXPORT_INTERVAL": "1500",
                 "OTEL_METRIC_EXPORT_TIMEOUT": "250",
                 "OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE": "Delta",
@@ -173,6 +206,8 @@ class TestTelemetry:
             }
         )
         assert (found.queue, found.batch, found.batch_delay_ms) == (64, 64, 100)
+        assert found.events == Batches(32, 32, 50)
+        assert telemetry_settings.read({}).events == Batches(2048, 512, 1000)
         assert (found.interval_s, found.timeout_s, found.temporality, found.exemplars) == (1.5, 0.25, "delta", False)
 
     @pytest.mark.parametrize(
@@ -181,6 +216,15 @@ class TestTelemetry:
             ("OTEL_TRACES_EXPORTER", "otlp,zipkin", "console"),
             ("OTEL_TRACES_EXPORTER", "prometheus", "console"),
             ("OTEL_METRICS_EXPORTER", "statsd", "prometheus"),
+            ("OTEL_LOGS_EXPORTER", "prometheus", "console"),
+            ("OTEL_EXPORTER_OTLP_LOGS_PROTOCOL", "tcp", "grpc, http/protobuf"),
+            ("OTEL_EXPORTER_OTLP_LOGS_TIMEOUT", "x", "a number above 0"),
+            ("OTEL_EXPORTER_OTLP_LOGS_CERTIFICATE", "/nowhere/ca.pem", "No such file"),
+            ("OTEL_BLRP_MAX_QUEUE_SIZE", "0", "a whole number from 1 on"),
+            ("OTEL_BLRP_MAX_EXPORT_BATCH_SIZE", "1.5", "a whole number from 1 on"),
+            ("OTEL_BLRP_SCHEDULE_DELAY", "0", "a number above 0"),
+            ("OTEL_BLRP_EXPORT_TIMEOUT", "soon", "a number above 0"),
+            ("OTEL_LOGRECORD_ATTRIBUTE_COUNT_LIMIT", "-1", "a whole number from 0 on"),
             ("OTEL_EXPORTER_OTLP_PROTOCOL", "http/json", "grpc, http/protobuf"),
             ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "tcp", "grpc, http/protobuf"),
             ("OTEL_SDK_DISABLED", "yes", "true, false"),
@@ -223,8 +267,9 @@ class TestTelemetry:
 
     def test_a_batch_larger_than_the_queue_is_refused(self) -> None:
         """The SDK would end with a traceback."""
-        with pytest.raises(SettingError, match="OTEL_BSP_MAX_EXPORT_BATCH_SIZE=9 is more than"):
-            telemetry_settings.read({"OTEL_BSP_MAX_EXPORT_BATCH_SIZE": "9", "OTEL_BSP_MAX_QUEUE_SIZE": "8"})
+        for prefix in ("OTEL_BSP", "OTEL_BLRP"):
+            with pytest.raises(SettingError, match=f"{prefix}_MAX_EXPORT_BATCH_SIZE=9 is more than"):
+                telemetry_settings.read({f"{prefix}_MAX_EXPORT_BATCH_SIZE": "9", f"{prefix}_MAX_QUEUE_SIZE": "8"})
 
     def test_a_configuration_file_is_refused(self) -> None:
         """OTEL_CONFIG_FILE is an error, and the message says what to do."""

@@ -100,7 +100,11 @@ class FakeEngine:
     def __init__(self, load: Load, random: random.Random) -> None:
         self.load = load
         self.totals = dict.fromkeys(
-            ("steps", "tokens", "new", "reused", "released", "preemptions", "refusals", "queried", "hit"), 0
+            (
+                *("steps", "tokens", "new", "reused", "released", "preemptions", "refusals", "queried", "hit"),
+                *("finished", "aborted", "generated"),
+            ),
+            0,
         )
         self.free = load.blocks
         self.waiting: deque[Request] = deque()
@@ -182,7 +186,10 @@ class FakeEngine:
         else:
             self._release(request)
             request.freed_at = time
-        self._out.append(finished_event(request))
+        self._out.append(told := finished_event(request))
+        self.totals["finished"] += 1
+        self.totals["aborted"] += told.reason == "abort"
+        self.totals["generated"] += told.output_tokens
 
     def _free_delayed(self, time: int) -> list[Request]:
         freed = []

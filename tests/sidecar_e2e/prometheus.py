@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import urllib.parse
 import urllib.request
 from typing import TYPE_CHECKING, NamedTuple
 
+from tests.debian import program
 from tests.sidecar_e2e.processes import Child, free_port
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-_INSTALL_S = 400
 _READY_S = 30.0
 _ANSWER_S = 10.0
 _CONFIG = """\
@@ -64,27 +63,8 @@ class Check(NamedTuple):
 
 
 def prometheus_binary(name: str = "prometheus") -> str:
-    """The path of ``prometheus``, or of ``promtool``; installs Debian's package if it is missing and we are root.
-
-    Raises:
-        RuntimeError: It is missing and cannot be installed; the message says what to do.
-    """
-    found = shutil.which(name)
-    if found is None and os.geteuid() == 0 and shutil.which("apt-get"):
-        _install()
-        found = shutil.which(name)
-    if found is None:
-        raise RuntimeError(f"{name} is missing: NO METRIC IS TESTED on a real server; apt-get install prometheus")
-    return found
-
-
-def _install() -> None:
-    environ = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    for words in (["update"], ["install", "--yes", "--no-install-recommends", "prometheus"]):
-        command = ["apt-get", *words]
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=_INSTALL_S)
-        if done.returncode and words[0] == "install":  # an update may fail where the lists are there already
-            raise RuntimeError(f"{' '.join(command)} failed: {done.stderr[-2000:]}")
+    """The path of ``prometheus``, or of ``promtool``."""
+    return program(name, "prometheus", "NO METRIC IS TESTED on a real server")
 
 
 def check_metrics(exposition: str) -> Check:

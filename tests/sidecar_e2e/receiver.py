@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 
 from tests.sidecar_e2e.certificates import TlsFront
 from tests.sidecar_e2e.processes import Child, clean_environ, free_port, listens, wait_until
-from tests.sidecar_e2e.telemetry import decode_points, decode_spans
+from tests.sidecar_e2e.telemetry import decode_logs, decode_points, decode_spans
+from vllm_kvfix_sidecar.conventions import DEATH_SPAN_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from tests.sidecar_e2e.certificates import Certificate
-    from tests.sidecar_e2e.telemetry import Point, Span
+    from tests.sidecar_e2e.telemetry import LogRecord, Point, Span
 
 _READY_S = 20.0
 
@@ -38,34 +39,49 @@ class Received:
         self._lock = threading.Lock()
         self._spans: list[Span] = []
         self._points: list[Point] = []
+        self._logs: list[LogRecord] = []
         self.requests = 0
 
     def add(self, path: str, body: bytes) -> None:
-        """Keep what a request to ``/v1/traces`` or ``/v1/metrics`` holds.
+        """Keep what a request to ``/v1/traces``, ``/v1/metrics`` or ``/v1/logs`` holds.
 
         Raises:
             ValueError: Another path.
         """
-        if path not in {"/v1/traces", "/v1/metrics"}:
+        if path not in {"/v1/traces", "/v1/metrics", "/v1/logs"}:
             raise ValueError(f"nothing is kept under {path}")
         spans = decode_spans(body) if path == "/v1/traces" else []
         points = decode_points(body) if path == "/v1/metrics" else []
+        logs = decode_logs(body) if path == "/v1/logs" else []
         with self._lock:
             self.requests += 1
             self._spans += spans
             self._points += points
+            self._logs += logs
 
     @property
     def spans(self) -> list[Span]:
-        """The spans."""
+        """The spans, but for those of deaths: most engines here are killed in the end."""
         with self._lock:
-            return list(self._spans)
+            return [span for span in self._spans if span.name != DEATH_SPAN_NAME]
+
+    @property
+    def deaths(self) -> list[Span]:
+        """The spans of deaths."""
+        with self._lock:
+            return [span for span in self._spans if span.name == DEATH_SPAN_NAME]
 
     @property
     def metrics(self) -> list[Point]:
         """The data points."""
         with self._lock:
             return list(self._points)
+
+    @property
+    def logs(self) -> list[LogRecord]:
+        """The log records."""
+        with self._lock:
+            return list(self._logs)
 
     def latest(self, name: str) -> list[Point]:
         """The newest point of each attribute set of metric ``name``."""
@@ -136,7 +152,7 @@ class Receiver:
 
     @property
     def spans(self) -> list[Span]:
-        """All spans so far."""
+        """All spans so far, but for those of deaths."""
         return self.received.spans
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
@@ -71,6 +72,20 @@ class Span(NamedTuple):
     resource: Attributes
 
 
+class LogRecord(NamedTuple):
+    """A log record; ids as numbers, 0 where there are none, times in unix ns, ``severity`` as OTLP's number."""
+
+    event: str
+    body: object
+    time: int
+    severity: int
+    trace_id: int
+    span_id: int
+    attributes: Attributes
+    scope: Scope
+    resource: Attributes
+
+
 class Exemplar(NamedTuple):
     """One measured value of a point, and the span that it came from; ``time`` in unix ns."""
 
@@ -127,6 +142,26 @@ def spans_of(request: ExportTraceServiceRequest) -> list[Span]:
         for resource in request.resource_spans
         for scoped in resource.scope_spans
         for span in scoped.spans
+    ]
+
+
+def decode_logs(body: bytes) -> list[LogRecord]:
+    """The log records in the body of an OTLP logs request."""
+    return [
+        LogRecord(
+            event=record.event_name,
+            body=_any(record.body),
+            time=record.time_unix_nano,
+            severity=record.severity_number,
+            trace_id=_number(record.trace_id),
+            span_id=_number(record.span_id),
+            attributes=_attributes(record.attributes),
+            scope=_scope(scoped.scope),
+            resource=_attributes(resource.resource.attributes),
+        )
+        for resource in ExportLogsServiceRequest.FromString(body).resource_logs
+        for scoped in resource.scope_logs
+        for record in scoped.log_records
     ]
 
 

@@ -56,13 +56,14 @@ class TestTheReceiver:
                     feed_and_wait(tmp_path, rings / name, sidecar, 10_000)
                 assert sidecar.resident() - before < 24 * MIB
                 wait_until(lambda: sidecar.spans("failed") > 0, WAIT_S, "a batch has failed")
-                assert accounts(sidecar) == 30_000
+                # And at most one for each of the three feeders, whose end is a death.
+                assert accounts(sidecar) - 30_000 in range(4)
                 wait_until(lambda: sidecar.pending() <= 2048 + 512, WAIT_S, "the queue is bounded")
                 receiver.plan = Plan()
                 wait_until(lambda: sidecar.pending() == 0, WAIT_S, "the queue empties")
                 book = ledger.fed_and_ended(tmp_path, rings / "d.ring", "--requests", "500")
                 wait_until(lambda: len(of_engine(receiver.received.spans, book.engine["pid"])) >= 500, WAIT_S, "spans")
-                assert accounts(sidecar) == 30_500
+                assert accounts(sidecar) - 30_500 in range(5)
                 assert sidecar.healthy()
             assert differences(of_engine(receiver.received.spans, book.engine["pid"]), book) == []
 
