@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from vllm_kvfix.demo.environment import Environment, cache_folder, child_environ, say
+from vllm_kvfix.demo.stopping import uninterrupted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -250,16 +251,17 @@ class Engine:
         command = [str(self._environment.path / "bin" / "vllm"), "serve", str(settings.model)]
         command += ["--host", "127.0.0.1", "--port", str(self._port), "--served-model-name", MODEL_NAME]
         command += ["--enforce-eager", "--uvicorn-log-level", "warning", *settings.arguments]
-        self._process = subprocess.Popen(  # noqa: S603  our own command
-            command,
-            cwd=settings.work,
-            env=engine_environ(environ, python_path),
-            stdin=subprocess.DEVNULL,
-            stdout=self._output,
-            stderr=subprocess.STDOUT,
-            # A session of its own: Ctrl-C reaches us alone, and all its processes can be found and ended.
-            start_new_session=True,
-        )
+        with uninterrupted():
+            self._process = subprocess.Popen(  # noqa: S603  our own command
+                command,
+                cwd=settings.work,
+                env=engine_environ(environ, python_path),
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=subprocess.STDOUT,
+                # A session of its own: Ctrl-C reaches us alone, and all its processes can be found and ended.
+                start_new_session=True,
+            )
 
     def _wait_until_it_answers(self, started: float) -> None:
         said = started

@@ -129,7 +129,7 @@ def ensure(release: str, *, log: Callable[[str], object] = say) -> Environment:
     if marker.exists() and environment.python.exists():
         return environment
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(path.with_name(path.name + ".lock"), log):
+    with locked(path.with_name(path.name + ".lock"), log):
         # A virtual environment holds its own absolute path, so it cannot be built elsewhere and moved: it is
         # the marker, written last, that makes it whole; without it the folder is a leftover.
         if marker.exists() and environment.python.exists():
@@ -313,7 +313,7 @@ def _pass_on(process: subprocess.Popen[str], lines: list[str], log: Callable[[st
 
 
 @contextmanager
-def _locked(path: Path, log: Callable[[str], object]) -> Iterator[None]:
+def locked(path: Path, log: Callable[[str], object] = say) -> Iterator[None]:
     """Hold an exclusive lock on ``path``; the kernel drops it with the process, however that ends."""
     with path.open("w") as file:
         try:

@@ -3,7 +3,8 @@
 
 ``leak``: prompts of random tokens, one token asked for, as many as the time allows: blocks are allocated as fast as
 they can be. ``mixed``: a fixed number of requests, plain and streamed, some with a shared prefix, some given up by the
-client midway; what each one got is written down, so that two engines can be compared token by token.
+client midway; what each one got is written down, so that two engines can be compared token by token. On SIGTERM no
+further request is sent, and the report written once those under way are answered.
 
 It imports nothing of this package: the environment it runs in has none of it.
 """
@@ -15,6 +16,7 @@ import asyncio
 import itertools
 import json
 import random
+import signal
 import sys
 import time
 from dataclasses import asdict, dataclass, field
@@ -110,7 +112,8 @@ async def send(client: openai.AsyncOpenAI, model: str, plan: Plan) -> Outcome:
         "temperature": 0,
         "seed": 1,
         "logprobs": 1 if plan.max_tokens > 1 else None,
-        "extra_body": {"return_token_ids": True, "ignore_eos": True},
+        # A single token says nothing of an engine; to send the prompt back for it would take half of the client's time.
+        "extra_body": {"return_token_ids": plan.max_tokens > 1, "ignore_eos": True},
     }
     try:
         if not plan.stream:
@@ -145,10 +148,12 @@ async def drive(options: argparse.Namespace) -> Totals:
     leak = options.mode == "leak"
     plans = leak_plans(options.seed, options.prompt_tokens) if leak else mixed_plans(options.seed, options.requests)
     deadline = time.monotonic() + options.seconds
+    told_to_end = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told_to_end.set)
 
     async def worker() -> None:
         for plan in plans:
-            if time.monotonic() >= deadline:
+            if told_to_end.is_set() or time.monotonic() >= deadline:
                 return
             totals.sent += 1
             totals.prompt_tokens += len(plan.prompt)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is measured on one engine, and the growth rates that follow from it."""
+"""What is measured on an engine under load, and the growth rates that follow from it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ BYTES_PER_ID = 8
 
 @dataclass(frozen=True)
 class Point:
-    """One moment of a run: ``time`` in seconds since the load began; ``rss`` the engine core's RssAnon in bytes.
+    """One moment: ``time`` in seconds since the demo's load began; ``rss`` the engine core's RssAnon in bytes.
 
-    ``backlog`` is the length of ``new_block_ids`` of all managers, ``allocated`` the blocks handed out so far.
+    ``backlog`` is the length of ``new_block_ids`` of all managers, ``allocated`` the blocks that this engine has handed
+    out so far.
     """
 
     time: float
@@ -30,25 +31,17 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Run:
-    """One engine under load: ``warm_up_s`` seconds at its begin are shown but not counted."""
+class Phase:
+    """A stretch of the time line; what lies before ``counted_from`` (on its clock) is shown but not counted."""
 
     label: str
-    warm_up_s: float
-    start_s: float
-    requests: int
+    counted_from: float
     points: Sequence[Point]
 
     @property
     def counted(self) -> list[Point]:
-        """The points after the warm-up."""
-        return [point for point in self.points if point.time >= self.warm_up_s]
-
-    @property
-    def rss_growth(self) -> list[float]:
-        """RssAnon of each point in MiB above that at the end of the warm-up."""
-        base = self.counted[0].rss
-        return [(point.rss - base) / MIB for point in self.points]
+        """The points that the slopes are made of."""
+        return [point for point in self.points if point.time >= self.counted_from]
 
     @property
     def mib_per_hour(self) -> float:
@@ -69,9 +62,7 @@ class Run:
         """Everything above, ready for JSON."""
         return {
             "label": self.label,
-            "start_s": round(self.start_s, 1),
-            "warm_up_s": self.warm_up_s,
-            "requests": self.requests,
+            "counted_from_s": round(self.counted_from, 1),
             "rss_anon_mib_per_hour": round(self.mib_per_hour, 2),
             "backlog_ids_per_second": round(self.ids_per_second, 1),
             "allocated_blocks_per_second": round(self.blocks_per_second, 1),
