@@ -5,9 +5,33 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import engine_cost, patch_cost, recorder_cost, ring_tearing, sidecar_cost
+from benchmarks import (
+    attach_cost,
+    census_cost,
+    engine_cost,
+    page_cost,
+    page_load,
+    patch_cost,
+    recorder_cost,
+    ring_tearing,
+    sidecar_cost,
+    verdict_quality,
+    webhook_rate,
+)
 
-BENCHMARKS = (patch_cost, recorder_cost, engine_cost, sidecar_cost, ring_tearing)
+BENCHMARKS = (
+    attach_cost,
+    patch_cost,
+    recorder_cost,
+    census_cost,
+    engine_cost,
+    sidecar_cost,
+    page_cost,
+    page_load,
+    ring_tearing,
+    webhook_rate,
+    verdict_quality,
+)
 
 
 def main() -> int:

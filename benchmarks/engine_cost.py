@@ -3,14 +3,16 @@
 
 One real engine on CPUs, in one process with its load: vLLM's scheduler, model runner and sampler with the demo's tiny
 model, 64 requests at a time, no HTTP. The same requests run again and again in blocks, each to its last token; before a
-block the prefix cache is emptied, and the recorder is connected or not. A round is three blocks, off, on and off, every
+block the prefix cache is emptied, and everything that watches (the recorder and its thread; the thread that reads the
+process's memory and walks its containers) is on or off. A round is three blocks, off, on and off, every
 other one in the turned order; it gives the ratio of on over off, and that of off over off, which shows what the machine
 alone can do. Off means that the hooks stay in and find no recorder: their own cost, below a microsecond each, is in
 both. The model is so small that a step takes a few milliseconds, of which the scheduler has a good part; on a GPU a
 step takes longer and the part is smaller.
 
 *Figures.* Output tokens per second; output tokens per second of CPU time of the process, which other processes disturb
-less; and the 99th percentile, over the requests of a block, of the time per output token after the first.
+less; the 99th percentile, over the requests of a block, of the time per output token after the first; and the 99th
+percentile, over the steps of a block, of a step's time.
 """
 
 from __future__ import annotations
@@ -52,19 +54,22 @@ def _say(text: str) -> None:
 
 @dataclass(frozen=True)
 class Block:
-    """What one block gave: output tokens per second, of wall and of CPU time, and seconds per token at the p99."""
+    """What one block gave: output tokens per second, of wall and CPU time; at the p99, seconds a token and a step."""
 
     tokens_per_s: float
     tokens_per_cpu_s: float
     p99_s: float
+    p99_step_s: float
 
 
 class _Switch:
-    """Connects the recorders of this process to the hooks, and disconnects them."""
+    """Connects the recorders of this process to the hooks, and disconnects them; so, too, the voice of the process."""
 
     def __init__(self) -> None:
-        from vllm_kvfix import observe  # noqa: PLC0415  the package under test
+        from vllm_kvfix import observe, plugin  # noqa: PLC0415  the package under test
 
+        (observation,) = plugin._observations  # noqa: SLF001  no user needs to switch
+        self._voice = observation._roots._voice  # noqa: SLF001  as above
         self._connected = observe._recorders  # noqa: SLF001  no user needs to switch
         self._all = dict(self._connected)
         if not self._all:
@@ -73,8 +78,14 @@ class _Switch:
     def turn(self, *, on: bool) -> None:
         """Nothing may run."""
         self._connected.clear()
+        thread = self._voice._thread  # noqa: SLF001  as above
+        self._voice.stop()
+        if thread is not None:
+            thread.join()
         if on:
             self._connected.update(self._all)
+            for recorder in set(self._all.values()):
+                self._voice.start(recorder)
 
     @property
     def events(self) -> int:
@@ -105,15 +116,18 @@ class _Load:
         waiting = list(enumerate(self.plans))[::-1]
         first: dict[str, float] = {}
         per_token: list[float] = []
+        per_step: list[float] = []
         tokens = 0
         cpu, began = time.process_time(), time.perf_counter()
         while waiting or self.engine.has_unfinished_requests():
             while waiting and self.engine.get_num_unfinished_requests() < CONCURRENCY:
                 number, (prompt, sampling) = waiting.pop()
                 self.engine.add_request(f"{self.blocks}-{number}", {"prompt_token_ids": prompt}, sampling)
+            step_began = time.perf_counter()
             outputs = self.engine.step()
             self.steps += 1
             now = time.perf_counter()
+            per_step.append(now - step_began)
             for output in outputs:
                 first.setdefault(output.request_id, now)
                 if output.finished:
@@ -121,7 +135,11 @@ class _Load:
                     tokens += count
                     per_token.append((now - first[output.request_id]) / (count - 1))
         took, cpu = time.perf_counter() - began, time.process_time() - cpu
-        return Block(tokens / took, tokens / cpu, statistics.quantiles(per_token, n=100, method="inclusive")[-1])
+        return Block(tokens / took, tokens / cpu, _p99(per_token), _p99(per_step))
+
+
+def _p99(values: list[float]) -> float:
+    return statistics.quantiles(values, n=100, method="inclusive")[-1]
 
 
 def _engine(model: str) -> Any:
@@ -222,7 +240,7 @@ def measure(package: Path, seconds: float) -> dict[str, Any]:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         }
         environ = engine_environ(settings, [package, distribution_name(environment, work / "metadata")])
-        _say(f"an engine of vLLM {RELEASE} on CPUs, recorder off and on in turn")
+        _say(f"an engine of vLLM {RELEASE} on CPUs, watching off and on in turn")
         script = str(Path(__file__).resolve())
         command = [str(environment.python), script, "--inside", str(model), "--seconds", str(seconds)]
         done = subprocess.run(  # noqa: S603  our own arguments
@@ -239,13 +257,14 @@ _FIGURES = {
     "tokens_per_s": ("output tokens/s", 1.0, ""),
     "tokens_per_cpu_s": ("output tokens per CPU second", 1.0, ""),
     "p99_s": ("p99 time per output token", 1e3, " ms"),
+    "p99_step_s": ("p99 time of a step", 1e3, " ms"),
 }
 
 
 def table(result: dict[str, Any]) -> str:
     """The figures for a reader: medians, the 5th to 95th percentile of the rounds, and the median's standard error."""
     lines = [
-        f"vLLM {result['release']} on CPUs, {CONCURRENCY} requests at a time, recorder off and on;",
+        f"vLLM {result['release']} on CPUs, {CONCURRENCY} requests at a time, watching off and on;",
         "medians (5th to 95th percentile of the rounds) and the standard error of the median",
         f"{'':30} {'off':>11} {'on':>11}  {'on/off':31} off/off",
     ]

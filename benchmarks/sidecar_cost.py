@@ -101,7 +101,8 @@ class _FakeEngine:
         if len(self._cohorts) == LIFE:
             arrival, gone = self._cohorts.popleft()
             happened += [self._finished(n, now, arrival) for n in gone]
-        totals = [self._steps, *[self._steps * arrivals] * 8]
+        ended = max(self._steps - LIFE, 0) * arrivals
+        totals = [self._steps, *[self._steps * arrivals] * 8, ended, 0, ended * LIFE]
         happened.append(events.Step._make((now, len(self._cohorts) * arrivals, 0, 50_000, 50_000, *totals, (0,))))
         happened += [events.Admitted(n, now, False, 32, 0, (events.Blocks(2, 11),)) for n in come]  # noqa: FBT003  a field
         grown = [
