@@ -3,10 +3,22 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
+
+from hypothesis import settings
 
 if TYPE_CHECKING:
     import pytest
+
+# How long an example takes says more of what else this machine does than of what is tested.
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")
+
+
+# The size of a terminal that is not there: pytest-xdist sets it for its workers, and a child would believe it.
+for _name in ("COLUMNS", "LINES"):
+    os.environ.pop(_name, None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

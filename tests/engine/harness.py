@@ -33,6 +33,7 @@ ALLOW_MISSING_VARIABLE = "VLLM_KVFIX_ALLOW_MISSING"
 
 RING_FOLDER = "VLLM_KVFIX_RING_DIR"
 WATCHING = "watching the KV blocks"
+WATCHING_MEMORY = "watching the memory"
 REQUESTS = 240
 CONCURRENCY = 12
 LOAD_TIMEOUT_S = 600
@@ -153,7 +154,7 @@ class Workshop:
 
 def fix_lines(log: str) -> list[str]:
     """The plugin's lines in a log that speak of the fix."""
-    return [line for line in plugin_lines(log) if WATCHING not in line]
+    return [line for line in plugin_lines(log) if WATCHING not in line and WATCHING_MEMORY not in line]
 
 
 def listing(folder: Path) -> dict[str, tuple[int, int]]:

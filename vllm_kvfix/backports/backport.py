@@ -29,6 +29,19 @@ class Site:
 
 
 @dataclass(frozen=True)
+class Means:
+    """A back-port made ready for one process."""
+
+    sites: tuple[Site, ...]
+    heal: Callable[[Any], None] = field(repr=False)
+    """``heal(scheduler)``: have a live scheduler, made before the sites were replaced, be as one made since."""
+    unheal: Callable[[Any], None] = field(repr=False)
+    """``unheal(scheduler)``: have it be as one made without the back-port."""
+    release: Callable[[], int] = field(repr=False)
+    """Give back one slice of what had piled up; returns how much of it is left."""
+
+
+@dataclass(frozen=True)
 class Backport:
     """An upstream fix brought to releases that lack it."""
 
@@ -48,5 +61,5 @@ class Backport:
     """Functions whose source must be known before anything is replaced."""
     missing_features: Callable[[Sources], list[str]] = field(repr=False)
     """What a source of unknown digest lacks for this; a sentence each, empty where all is there."""
-    sites: Callable[[Sources, Callable[[], None]], tuple[Site, ...]] = field(repr=False)
-    """``sites(sources, announce)``: what to replace; ``announce`` is called when first in force in an engine."""
+    prepare: Callable[[Sources, Callable[[], None]], Means] = field(repr=False)
+    """``prepare(sources, announce)``: the means; ``announce`` is called when they are first in force in an engine."""

@@ -24,13 +24,14 @@ No body of upstream's is copied.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from vllm_kvfix import faults, live, upstream
-from vllm_kvfix.backports.backport import Backport, Site
+from vllm_kvfix.backports.backport import Backport, Means, Site
 from vllm_kvfix.patching import class_of
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ class Gate:
                 if manager.new_block_ids:
                     self.set(manager, needs_zeroing=False)
             if self._leftovers:
-                self._release()
+                self.release()
         except AttributeError:
             # A cache manager from outside vLLM without these parts: the call that upstream makes is all there is.
             self._drain_whole(scheduler)
@@ -142,12 +143,30 @@ class Gate:
         except Exception as error:  # noqa: BLE001  # nothing of ours may reach vLLM
             faults.note("Scheduler.schedule", error)
 
-    def _release(self) -> None:
-        """Give back some of what piled up before we came: at most ``RELEASED_PER_STEP`` ids a call."""
-        ids = self._leftovers[-1]
-        del ids[-RELEASED_PER_STEP:]
-        if not ids:
-            self._leftovers.pop()
+    def release(self) -> int:
+        """Give back some of what piled up before we came, ``RELEASED_PER_STEP`` ids a call; returns how many are left.
+
+        The step path and another thread may both call it.
+        """
+        with contextlib.suppress(IndexError, ValueError):  # the other one was faster
+            ids = self._leftovers[-1]
+            del ids[-RELEASED_PER_STEP:]
+            if not ids:
+                self._leftovers.remove(ids)
+        return sum(map(len, self._leftovers))
+
+    def heal(self, scheduler: Any) -> None:
+        """Tell the managers of a live scheduler what they would have been told, had they been made under the gate."""
+        for manager in live.managers(live.coordinator(live.cache_manager(scheduler))):
+            self.set(manager, needs_zeroing=scheduler.needs_kv_cache_zeroing)
+
+    @staticmethod
+    def unheal(scheduler: Any) -> None:
+        """Have the managers of a live scheduler record as stock."""
+        for manager in live.managers(live.coordinator(live.cache_manager(scheduler))):
+            if type(manager.new_block_ids) is DiscardedBlockIds:
+                manager.new_block_ids = []
+            vars(manager).pop(upstream.GATE, None)
 
 
 def _manager_init(
@@ -250,16 +269,17 @@ def _schedule(gate: Gate, _: ModuleType, original: Callable[..., Any]) -> Callab
             return with_any
 
 
-def _sites(sources: Sources, announce: Callable[[], None]) -> tuple[Site, ...]:
+def _prepare(sources: Sources, announce: Callable[[], None]) -> Means:
     gate = Gate(announce)
     manager_init = partial(_manager_init, gate, upstream.recorded_specs(sources))
-    return (
+    sites = (
         Site(upstream.MANAGERS_MODULE, upstream.MANAGER_CLASS, "__init__", manager_init),
         Site(upstream.MANAGERS_MODULE, upstream.MANAGER_CLASS, "take_new_block_ids", _take_new_block_ids),
         Site(upstream.COORDINATOR_MODULE, "KVCacheCoordinator", "__init__", partial(_coordinator_init, gate)),
         Site(upstream.CACHE_MANAGER_MODULE, "KVCacheManager", "__init__", partial(_cache_manager_init, gate)),
         Site(upstream.SCHEDULER_MODULE, "Scheduler", "schedule", partial(_schedule, gate)),
     )
+    return Means(sites, gate.heal, gate.unheal, gate.release)
 
 
 BACKPORT = Backport(
@@ -271,5 +291,5 @@ BACKPORT = Backport(
     first_fixed=upstream.FIRST_FIXED,
     targets=upstream.TARGETS,
     missing_features=upstream.missing_features,
-    sites=_sites,
+    prepare=_prepare,
 )
