@@ -149,6 +149,12 @@ class Engine:
         self.closed, self.behind, self._frames = True, False, None
 
 
+def trusted_owners() -> Collection[int] | None:
+    """The users whose rings this process follows unless told otherwise: its own; None, everybody's, for root."""
+    user = os.geteuid()
+    return None if user == 0 else (user,)
+
+
 class Engines:
     """The engines of some folders. All that is kept is bounded by ``most``, or by the ``MOST_NAMES`` of each folder."""
 
@@ -157,7 +163,7 @@ class Engines:
         folders: Sequence[Path],
         proc: Path,
         most: int = MOST_ENGINES,
-        euid: int | None = None,
+        owners: Collection[int] | None = None,
         *,
         read_only: bool = False,
     ) -> None:
@@ -167,16 +173,15 @@ class Engines:
             folders: Where rings lie; a folder may be missing and come later.
             proc: Where a process table is mounted.
             most: Rings followed at a time.
-            euid: Whose rings are read, root everybody's; None: this process's user.
+            owners: The users whose rings are followed; None: everybody's.
             read_only: Remove no cursors whose rings are gone.
         """
-        user = os.geteuid() if euid is None else euid
         self.folders_readable = False
         self._folders = folders
         self._proc = proc
         self._most = most
         self._read_only = read_only
-        self._owners: Collection[int] | None = None if user == 0 else (user,)
+        self._owners = owners
         self._boot_id = boot_id_of(proc)
         self._engines: dict[FileId, Engine] = {}
         self._refusals = Refusals()

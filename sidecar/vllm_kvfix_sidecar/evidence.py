@@ -59,12 +59,16 @@ def of_malloc(memory: Mapping[str, Series], since: float) -> list[str]:
         series = trend.clean(memory.get(f"malloc.{name}"))
         if len(series.times) > 2:  # noqa: PLR2004  # no line
             rise = trend.rise_since(series, since)
-            said.append(f"{size(abs(rise))} {'less' if rise < 0 else 'more'} are {what}")
+            said.append(f"{size(abs(rise))} {_more(rise)} are {what}")
     blocks = trend.clean(memory.get("python.blocks_count"))
     if len(blocks.times) > 2:  # noqa: PLR2004  # no line
         rise = trend.rise_since(blocks, since)
-        said.append(f"Python holds {abs(rise):,.0f} blocks {'less' if rise < 0 else 'more'}")
+        said.append(f"Python holds {abs(rise):,.0f} blocks {_more(rise)}")
     return ["; ".join(said)] if said else []
+
+
+def _more(rise: float) -> str:
+    return "less" if rise < 0 else "more"
 
 
 def of_the_rest(found: Sequence[Finding], unread: Mapping[str, str]) -> list[str]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from vllm_kvfix.ring.layout import ENGINE_CORE
 from vllm_kvfix.ring.reader import RingError
 from vllm_kvfix_sidecar.cursors import Cursor
-from vllm_kvfix_sidecar.engines import ENDED, LIVE, Engine, Engines
+from vllm_kvfix_sidecar.engines import ENDED, LIVE, Engine, Engines, trusted_owners
 from vllm_kvfix_sidecar.metrics import EngineMetrics
 from vllm_kvfix_sidecar.requests import RequestTracker, SpanIds
 
@@ -105,7 +105,7 @@ class Pipeline:
         """
         self.last_turn = clock()
         self.scanned = False
-        self._finder = Engines(folders, proc, euid=0 if foreign else None, read_only=read_only)
+        self._finder = Engines(folders, proc, owners=None if foreign else trusted_owners(), read_only=read_only)
         self._read_only = read_only
         self._followers: dict[Engine, _Follower] = {}
         self._metrics = metrics

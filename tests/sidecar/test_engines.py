@@ -36,9 +36,9 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
-def finder(*folders: Path, proc: Path = PROC, most: int = 8, euid: int | None = None) -> Engines:
+def finder(*folders: Path, proc: Path = PROC, most: int = 8, owners: tuple[int, ...] | None = None) -> Engines:
     """A finder that has looked once."""
-    made = Engines(folders, proc, most, euid)
+    made = Engines(folders, proc, most, owners)
     made.scan(0.0)
     return made
 
@@ -158,11 +158,21 @@ class TestRefused:
         assert caplog.text.count("not followed") == 1
         assert len(found.refused) == 1
 
-    @pytest.mark.parametrize(("euid", "followed"), [(os.geteuid(), 1), (os.geteuid() + 1, 0), (0, 1)])
-    def test_only_our_own_rings_are_read_unless_we_are_root(self, folder: Path, euid: int, followed: int) -> None:
+    @pytest.mark.parametrize(("user", "owners"), [(0, None), (1000, (1000,))])
+    def test_root_trusts_everybody_and_others_themselves(
+        self, monkeypatch: pytest.MonkeyPatch, user: int, owners: tuple[int, ...] | None
+    ) -> None:
+        """A sidecar of another user than root follows its own user's rings unless told otherwise."""
+        monkeypatch.setattr(os, "geteuid", lambda: user)
+        assert engines.trusted_owners() == owners
+
+    @pytest.mark.parametrize(("owners", "followed"), [((os.geteuid(),), 1), ((os.geteuid() + 1,), 0), (None, 1)])
+    def test_only_the_rings_of_the_given_owners_are_read(
+        self, folder: Path, owners: tuple[int, ...] | None, followed: int
+    ) -> None:
         """A ring of another user is refused, and the reason names that user."""
         FakeEngine(folder / "a.ring")
-        found = finder(folder, euid=euid)
+        found = finder(folder, owners=owners)
         assert len(found.all) == followed
         assert [f"belongs to user {os.geteuid()}" in reason for reason in found.refused.values()] == [True] * (
             1 - followed
