@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 MOUNTS = Path("/sys/fs/cgroup")
-_EMPTY_S = 10.0
+_EMPTY_S = 60.0
 
 
 class MemoryCgroup:

@@ -211,6 +211,7 @@ def test_the_charts_draw_the_history(held: tuple[Viewer, dict[str, Any]], scene:
     assert path.rpartition(".")[2] in viewer.text("#containers [data-chart=containers]")
 
 
+@pytest.mark.alone  # five seconds mean something only where nothing else takes the processor
 def test_growth_appears_within_seconds_of_being_written(viewer: Viewer, scene: Scene) -> None:
     """What the engine writes stands on the page within 5 s, without a reload; three times, each after a rest."""
     viewer.open(scene.url)

@@ -7,7 +7,9 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -100,15 +102,23 @@ def _diagnose(rings: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def leaking(workshop: Workshop) -> Diagnosis:
-    """The engine without the fix."""
-    return diagnose(workshop, "off")
+def diagnoses(workshop: Workshop) -> list[Diagnosis]:
+    """The engine without the fix and the one with it, side by side, so that both have the same load."""
+    workshop.environment(RELEASE)
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(diagnose, repeat(workshop), ("off", "auto")))
 
 
 @pytest.fixture(scope="module")
-def fixed(workshop: Workshop) -> Diagnosis:
+def leaking(diagnoses: list[Diagnosis]) -> Diagnosis:
+    """The engine without the fix."""
+    return diagnoses[0]
+
+
+@pytest.fixture(scope="module")
+def fixed(diagnoses: list[Diagnosis]) -> Diagnosis:
     """The engine with the fix."""
-    return diagnose(workshop, "auto")
+    return diagnoses[1]
 
 
 def test_the_leak_is_named_in_the_right_process(leaking: Diagnosis) -> None:

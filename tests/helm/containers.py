@@ -31,7 +31,7 @@ _SUITE = "bookworm"
 _PREFIX = "vllm-kvfix-containers-"
 # It holds 0.5 GiB; what a test writes in its containers is small.
 _STORE_MIB = 2048
-_COMMAND_S = 60.0
+_COMMAND_S = 180.0
 _MAKE_S = 600.0
 # Where an image of Debian has megabytes that no program reads.
 _LEFT_OUT = ("var/cache", "var/lib/apt/lists", "var/log", "usr/share/doc", "usr/share/man", "usr/share/locale")

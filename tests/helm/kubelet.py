@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     Object = dict[str, Any]
 
-STOP_S = 30.0
+STOP_S = 120.0
 _UNITS = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
 
 

@@ -15,7 +15,7 @@ from tests.sidecar_e2e.processes import wait_until
 if TYPE_CHECKING:
     from pathlib import Path
 
-DEADLINE_S = 20.0
+DEADLINE_S = 120.0
 # What the container would run: it notes that it was started with which words, and that it was told to end.
 PROGRAM = """\
 #!/bin/sh

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-READY_S = 60.0
+READY_S = 180.0
 
 
 def review(pod: Any, **request: Any) -> dict[str, Any]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from opentelemetry.proto.metrics.v1.metrics_pb2 import Metric
     from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-DEADLINE_S = 20.0
+DEADLINE_S = 120.0
 
 
 def wait_until(condition: Callable[[], bool], within_s: float = DEADLINE_S) -> None:

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from vllm_kvfix_sidecar.verdict import Verdict
 
 MIB = 1 << 20
-WAIT_S = 60.0
+WAIT_S = 180.0
 NOBODY = {"VLLM_KVFIX_LISTEN": "127.0.0.1:0"}
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from tests.sidecar.collectors import Collector
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 
 
 class Sidecar:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from subprocess import Popen
 
-WAIT_S = 60.0
+WAIT_S = 180.0
 
 
 def run(*options: str, **environ: str) -> subprocess.CompletedProcess[str]:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from vllm_kvfix_sidecar.top_lines import Line
     from vllm_kvfix_sidecar.top_told import Told
 
-WAIT_S = 60.0
+WAIT_S = 180.0
 KEY = "4242-1234567"
 # What a terminal acts on, what turns a line round, what is wide, and what markup is made of.
 NASTY = "\x1b[2J\x1b]0;x\x07\r\n\t\x00\x7f\x9b31m\u202e\u200b\u2028\ud800[red]壹é\u0301🧨"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _CHUNK = 1 << 16
-_HANDSHAKE_S = 10.0
+_HANDSHAKE_S = 60.0
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-_READY_S = 30.0
-_ANSWER_S = 10.0
+_READY_S = 120.0
+_ANSWER_S = 60.0
 _CONFIG = """\
 global: {{scrape_interval: 1s, scrape_timeout: 1s}}
 storage: {{exemplars: {{max_exemplars: 100000}}}}

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from tests.sidecar_e2e.certificates import Certificate
     from tests.sidecar_e2e.telemetry import LogRecord, Point, Span
 
-_READY_S = 20.0
+_READY_S = 120.0
 
 
 class Received:

@@ -72,6 +72,7 @@ def test_the_command_sends_what_a_sidecar_would(rings: Path, receiver: Receiver,
     assert {one.end for one in requests(receiver)} == {span.end}
 
 
+@pytest.mark.alone  # five seconds mean something only where nothing else takes the processor
 def test_what_the_sidecar_has_told_is_the_same_span_again(tmp_path: Path, rings: Path, receiver: Receiver) -> None:
     """The sidecar tells the death within five seconds whatever the delay of batches; the command repeats no request."""
     environ = {
