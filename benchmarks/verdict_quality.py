@@ -193,8 +193,13 @@ def measure(classes: Iterable[str], seeds: int, every: int = EVERY, processes: i
     tasks = [(name, FIRST_SEED + seed, every) for name in classes for seed in range(seeds)]
     if processes == 1:
         return [run(task) for task in tasks]
+    outcomes = []
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        return pool.map(run, tasks, chunksize=4)
+        for outcome in pool.imap(run, tasks, chunksize=4):
+            outcomes.append(outcome)
+            if len(outcomes) % seeds == 0:
+                sys.stderr.write(f"  {len(outcomes):,} of {len(tasks):,} days: {outcome.name}\n")
+    return outcomes
 
 
 def _percent(hits: Sequence[bool]) -> float:
