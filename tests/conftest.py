@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What holds for the whole run: whatever was not tested is said at the end, loudly."""
+"""What holds for the whole run: what was seen is said at the end, and what was not tested is, loudly."""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import Any
 
+import pytest
 from hypothesis import settings
 
-if TYPE_CHECKING:
-    import pytest
+from tests import summaries
 
 # How long an example takes says more of what else this machine does than of what is tested.
 settings.register_profile("patient", deadline=None)
@@ -28,8 +28,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--workloads", type=int, default=25, help="random workloads per release (%(default)s)")
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Name each skip's reason under a heading of its own."""
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Hand on what this process saw, if another one prints it."""
+    summaries.send(session.config)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take what a worker of pytest-xdist saw; one that crashed has sent nothing."""
+    summaries.receive(node.config, getattr(node, "workeroutput", {}))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Print what was seen, and name each skip's reason under a heading of its own."""
+    for title, lines in summaries.told(config).items():
+        terminalreporter.section(title)
+        for line in lines:
+            terminalreporter.write_line(line)
     skipped = terminalreporter.stats.get("skipped", [])
     reasons = sorted({str(report.longrepr[2]).removeprefix("Skipped: ") for report in skipped})
     if reasons:

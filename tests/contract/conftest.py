@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests import summaries
 from tests.contract.fleet import Fleet
 from vllm_kvfix.demo.plugin_folder import make_plugin_folder
 
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _PLAN = pytest.StashKey["Plan"]()
-_FLEET = pytest.StashKey[Fleet]()
 
 
 @dataclass(frozen=True)
@@ -40,21 +40,11 @@ def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     names = [str(p["release"]) for p in map(_parameters, request.session.items) if "release" in p]
     package = make_plugin_folder(tmp_path_factory.mktemp("contract") / "plugin")
     with Fleet(list(dict.fromkeys(names)), package, seed=plan.seed, workloads=plan.workloads) as made:
-        request.config.stash[_FLEET] = made
+        title = f"contract tests: seed {plan.seed}, {plan.workloads} workloads (--seed reproduces)"
+        summaries.tell(request.config, title, made.summary)
         yield made
 
 
 def _parameters(item: pytest.Item) -> dict[str, object]:
     callspec = getattr(item, "callspec", None)  # only parametrised functions have one
     return {} if callspec is None else dict(callspec.params)
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Print, per release, the backlog without and with, and what the random workloads covered."""
-    fleet = config.stash.get(_FLEET, None)
-    if fleet is None:
-        return
-    plan = config.stash[_PLAN]
-    terminalreporter.section(f"contract tests: seed {plan.seed}, {plan.workloads} workloads (--seed reproduces)")
-    for line in fleet.summary():
-        terminalreporter.write_line(line)

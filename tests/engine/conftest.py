@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import pytest
 
+from tests import summaries
 from tests.engine.harness import Workshop
 from vllm_kvfix.demo.model import make_model
 from vllm_kvfix.demo.plugin_folder import make_plugin_folder
-
-_SUMMARY = pytest.StashKey[list[str]]()
 
 
 @pytest.fixture(scope="session")
@@ -18,14 +17,5 @@ def workshop(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
     folder = tmp_path_factory.mktemp("engines")
     plugin = make_plugin_folder(folder / "plugin")
     made = Workshop(make_model(folder / "model"), plugin, folder)
-    request.config.stash[_SUMMARY] = made.summary
+    summaries.tell(request.config, "real engines", lambda: made.summary)
     return made
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Print the backlog of each engine, without the plugin and with it."""
-    lines = config.stash.get(_SUMMARY, [])
-    if lines:
-        terminalreporter.section("real engines")
-        for line in lines:
-            terminalreporter.write_line(line)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plays the cases that a session asks for, once, and prints the table at its end."""
+"""Plays the cases that a session asks for, once, and has the table printed at its end."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests import summaries
 from tests.labelled import cases, fleet, table
 from vllm_kvfix.demo.plugin_folder import make_plugin_folder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-_OUTCOMES = pytest.StashKey["Mapping[str, table.Outcome]"]()
 
 
 @pytest.fixture(scope="session")
@@ -25,14 +24,6 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     folder = tmp_path_factory.mktemp("labelled")
     package = make_plugin_folder(folder / "plugin")
     found = {outcome.case.name: outcome for outcome in fleet.play(names, package, folder)}
-    request.config.stash[_OUTCOMES] = found
+    title = "labelled suite ('!': not what was to be found)"
+    summaries.tell(request.config, title, lambda: table.lines(list(found.values())))
     return found
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Print what was found of each case."""
-    found = config.stash.get(_OUTCOMES, None)
-    if found is not None:
-        terminalreporter.section("labelled suite ('!': not what was to be found)")
-        for line in table.lines(list(found.values())):
-            terminalreporter.write_line(line)
