@@ -87,7 +87,8 @@ class Track:
         """
         times, rows = self._joined_levels(LEVELS)
         at, n = bisect_left(times, since), self._stride
-        if 0 < at < len(times) and self._goes_on(rows[(at - 1) * n : at * n], rows[at * n : (at + 1) * n]):
+        within = 0 < at < len(times) and times[at] > since
+        if within and self._goes_on(rows[(at - 1) * n : at * n], rows[at * n : (at + 1) * n]):
             at -= 1
             times[at] = since
         return times[at:], [rows[at * n + column :: n] for column in range(self._columns)]

@@ -9,7 +9,7 @@ from array import array
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from vllm_kvfix_sidecar.history import JUDGED, JUDGED_S, KEPT_S, LEVELS, Track
@@ -203,6 +203,7 @@ class TestRowsSince:
 
     @settings(max_examples=200, deadline=None)
     @given(SAMPLES, st.floats(0, 1.2))
+    @example([(1.0, 7), (4.0, 7)], 1.0)
     def test_rows_are_those_that_a_series_is_made_of(self, given_samples: list[tuple[float, int]], part: float) -> None:
         """Times rise from the asked one on; each value was there then or stood since; the newest is the last."""
         samples = timed(given_samples)
