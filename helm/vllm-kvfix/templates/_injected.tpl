@@ -102,12 +102,12 @@ a sidecar is not running. So there is no probe, and what ends is started again i
     - sh
     - -c
     - |-
-      trap 'trap - TERM; kill $child; wait $child; exit 0' TERM
+      trap 'trap - TERM; kill $!; wait $!; exit 0' TERM
       while :; do
-        vllm-kvfix "$@" & child=$!
-        wait $child
-        sleep 10 & child=$!
-        wait $child
+        vllm-kvfix "$@" &
+        wait $!
+        sleep 10 &
+        wait $!
       done
     - vllm-kvfix
   args:
